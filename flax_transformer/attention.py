@@ -1,0 +1,77 @@
+"""Scaled dot-product attention and its multi-head form (Vaswani et al. 2017, section 3.2)."""
+
+import math
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float
+
+from flax_transformer.config import MaskFill, TransformerConfig
+from flax_transformer.dropout import Dropout, DropoutSource
+from flax_transformer.initialisation import initialiser
+from flax_transformer.layers import Linear
+from flax_transformer.masks import fill_value
+from flax_transformer.numerics import Numerics
+
+
+def attention_weights(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S N H"],
+    *,
+    mask: Bool[Array, "#B 1 #T #S"] | None,
+    mask_fill: MaskFill,
+    numerics: Numerics,
+) -> Float[Array, "B N T S"]:
+    """softmax over S of query . key / sqrt(H), masked scores replaced by ``masks.fill_value``; at least float32."""
+    scores = numerics.einsum("BTNH,BSNH->BNTS", query, key, result=numerics.statistics) / math.sqrt(query.shape[-1])
+    if mask is not None:
+        scores = jnp.where(jnp.broadcast_to(mask, scores.shape), scores, fill_value(mask_fill, scores.dtype))
+    return jax.nn.softmax(scores, axis=-1)
+
+
+class MultiHeadAttention(nnx.Module):
+    """MultiHead(q, k, v) = concat_n(softmax(q_n k_n^T / sqrt(H)) v_n) W_o, with q_n, k_n, v_n slices of projections D -> D.
+
+    ``sharing="document"`` in an encoder-decoder makes the four projections one module, as that document's ``clones`` does.
+
+    A query row whose mask is False everywhere attends to every key equally, or is NaN with ``minus_inf``.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, *, projections: Literal["separate", "shared"], rngs: nnx.Rngs
+    ) -> None:
+        init, numerics = initialiser(config), Numerics.of(config)
+
+        def projection(init):
+            return Linear(
+                config.d_model, config.d_model, bias=config.projection_bias, init=init, numerics=numerics, rngs=rngs
+            )
+
+        self.query = projection(init)
+        if projections == "shared":
+            self.key = self.value = self.output = self.query
+        else:
+            self.key, self.value, self.output = projection(init), projection(init), projection(init.into_residual())
+        self.dropout = Dropout(config.attention_dropout)
+        self.num_heads = config.num_heads
+        self.mask_fill: MaskFill = config.mask_fill
+        self.numerics = numerics
+
+    def __call__(
+        self,
+        query: Float[Array, "B T D"],
+        key: Float[Array, "B S D"],
+        value: Float[Array, "B S D"],
+        mask: Bool[Array, "#B 1 #T #S"] | None,
+        dropout: DropoutSource | None = None,
+    ) -> Float[Array, "B T D"]:
+        q, k, v = self._split(self.query(query)), self._split(self.key(key)), self._split(self.value(value))
+        weights = attention_weights(q, k, mask=mask, mask_fill=self.mask_fill, numerics=self.numerics)
+        weights = self.dropout(weights, dropout)
+        mixed = self.numerics.einsum("BNTS,BSNH->BTNH", weights, v, result=self.numerics.compute)
+        return self.output(mixed.reshape(query.shape))
+
+    def _split(self, x: Float[Array, "B T D"]) -> Float[Array, "B T N H"]:
+        return x.reshape(*x.shape[:-1], self.num_heads, -1)

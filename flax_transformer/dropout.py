@@ -1,0 +1,68 @@
+"""Dropout as an argument, not a mode: a call that is given no ``dropout`` is deterministic.
+
+A model holds no random state. Who wants dropout passes a source of masks with the call; the sites of the model ask it in
+execution order, which is the order in which PyTorch draws from its generator. Another source may therefore replay masks
+that another framework drew.
+"""
+
+import abc
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, PRNGKeyArray
+
+
+class DropoutSource(abc.ABC):
+    """Says, site after site of one forward pass, which elements are kept."""
+
+    @abc.abstractmethod
+    def keep(self, shape: tuple[int, ...], rate: float) -> Bool[Array, "..."]:
+        """The mask of the next site: True with probability ``1 - rate``. The first axis of ``shape`` is B."""
+
+
+class RandomDropout(DropoutSource):
+    """Independent masks from one key per example.
+
+    The mask of a site is drawn from ``fold_in(keys[b], site)`` for each example b alone, so it does not depend on how the
+    batch is laid over devices. Use one object for one forward pass: it counts the sites.
+
+    Args:
+        keys: (B,) of ``jax.random.key``s, one per example.
+    """
+
+    def __init__(self, keys: PRNGKeyArray) -> None:
+        if not jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) or keys.ndim != 1:
+            raise ValueError(
+                f"RandomDropout needs one jax.random.key per example, shape (B,), got {keys.dtype} of shape {keys.shape}; "
+                "split one key with jax.random.split(key, batch_size)"
+            )
+        self._keys = keys
+        self._site = 0
+
+    def keep(self, shape: tuple[int, ...], rate: float) -> Bool[Array, "..."]:
+        if shape[0] != self._keys.shape[0]:
+            raise ValueError(
+                f"dropout has {self._keys.shape[0]} keys for a batch of {shape[0]}; pass one key per example"
+            )
+        site = self._site
+        self._site += 1
+        return jax.vmap(lambda key: jax.random.bernoulli(jax.random.fold_in(key, site), 1 - rate, shape[1:]))(
+            self._keys
+        )
+
+
+class Dropout(nnx.Module):
+    """y = x * keep / (1 - rate), keep ~ Bernoulli(1 - rate); y = x without a source or where the rate is 0.
+
+    As ``torch.nn.Dropout`` in training mode, whose arithmetic (scaling the mask, then one product) it follows.
+    """
+
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+
+    def __call__(self, x: Float[Array, "B *rest"], source: DropoutSource | None) -> Float[Array, "B *rest"]:
+        if source is None or self.rate == 0:
+            return x
+        keep = source.keep(x.shape, self.rate)
+        return x * (keep.astype(x.dtype) / (1 - self.rate))
