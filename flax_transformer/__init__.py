@@ -7,7 +7,7 @@ model = ft.DecoderOnly(ft.DecoderOnlyConfig.small(vocab_size=1000), rngs=nnx.Rng
 logits = model(ids)
 """
 
-from flax_transformer import attention, dropout, layers, masks
+from flax_transformer import attention, dropout, layers, masks, weights
 from flax_transformer.config import DecoderOnlyConfig, EncoderDecoderConfig, TransformerConfig
 from flax_transformer.decoder_only import DecoderOnly
 from flax_transformer.encoder_decoder import EncoderDecoder
@@ -22,4 +22,5 @@ __all__ = [
     "dropout",
     "layers",
     "masks",
+    "weights",
 ]
