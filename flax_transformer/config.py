@@ -132,7 +132,10 @@ class TransformerConfig:
             problems.append(
                 f"an unbiased norm_variance divides by d_model - 1 and needs d_model >= 2, got {self.d_model}"
             )
-        if "float64" in (self.param_dtype, self.compute_dtype) and not jax.config.jax_enable_x64:
+        if (
+            "float64" in (self.param_dtype, self.compute_dtype)
+            and jax.dtypes.canonicalize_dtype("float64") != "float64"
+        ):
             problems.append(
                 "float64 needs JAX's 64-bit mode, or JAX silently computes in float32; "
                 "build and call the model inside `with jax.enable_x64(True):`"

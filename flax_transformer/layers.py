@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from flax_transformer.config import Bias, TransformerConfig
@@ -145,7 +146,7 @@ def require_ids(ids: Int[Array, "B T"], vocab_size: int) -> None:
             carries the message, when its result is waited for.
     """
     lowest, highest = ids.min(), ids.max()
-    if isinstance(ids, jax.core.Tracer):
+    if isinstance(ids, Tracer):
         jax.debug.callback(_require_range, lowest, highest, vocab_size)
     else:
         _require_range(lowest, highest, vocab_size)
