@@ -263,7 +263,7 @@ def test_the_position_table_keeps_its_float32_values_in_double():
 
 
 def test_autoregressive_infer_appends_the_likeliest_word_until_max_len_and_leaves_eval_mode():
-    torch.manual_seed(7)
+    torch.manual_seed(29)  # most random weights say one word for ever; these say six
     model = make_standard_transformer(11, 13, 8, 20, 2, 3).train()
     encoded = []
     model.encoder.register_forward_hook(lambda *_: encoded.append(1))
@@ -271,6 +271,7 @@ def test_autoregressive_infer_appends_the_likeliest_word_until_max_len_and_leave
     ids = autoregressive_infer(model, src, create_pad_mask(src), max_len=9, start_idx=2)
     assert len(encoded) == 1
     assert not model.training
+    assert len(set(ids[0].tolist())) > 3
     assert (ids.dtype, tuple(ids.shape), ids[0, 0].item()) == (torch.int64, (1, 9), 2)
     for length in range(1, 9):
         probabilities = model(src, ids[:, :length], create_pad_mask(src), subsequent_mask(length))
@@ -356,7 +357,7 @@ def test_the_decoder_only_walk_prints_the_documents_shapes_in_its_order(capsys):
     document = [(4, 16), (199854, 64), (4, 16, 64), (4, 16, 64), (16, 64), (16, 1), (32,)]
     document += [(4, 4, 16, 16), (4, 4, 16, 16), (4, 4, 16, 16), (4, 16, 64)]
     assert shapes_in(printed) == document
-    assert f"Chapter\n{ids[:7]}\n199853\n" in printed
+    assert re.search(rf"'Chapter'\n.*{re.escape(str(ids[:7]))}\n.* 199853\n", printed)
     table = printed.split("after the mask:\n")[1].splitlines()[:16]
     assert [row.split().count("-inf") for row in table] == list(range(15, -1, -1))
 
@@ -412,9 +413,10 @@ def test_the_documents_printed_rows_are_english_that_encodes_back(row):
 def test_the_decoder_only_command_walks_on_real_text(capsys):
     assert decoder_only_walk.main(["--seed", "3"]) == 0
     printed = capsys.readouterr().out
-    largest = int(printed.splitlines()[5])
+    largest = re.search(r"max\(tokenized_txt\): (\d+)", printed)
+    assert largest
     assert len(shapes_in(printed)) == 11
-    assert shapes_in(printed)[1] == (largest + 1, 64)
+    assert shapes_in(printed)[1] == (int(largest[1]) + 1, 64)
 
 
 def test_the_encoder_decoder_command_prints_every_shape_from_ids_to_probabilities(capsys):
@@ -446,7 +448,7 @@ def test_ones_own_text_is_walked_on(tmp_path, capsys):
     path = tmp_path / "own.txt"
     path.write_bytes("Sie fragte:\r\n\U0001f600 <|endoftext|> ".encode() * 7)
     assert decoder_only_walk.main(["--data", str(path)]) == 0
-    assert "Sie fra\n" in capsys.readouterr().out
+    assert "text[:7]:           'Sie fra'\n" in capsys.readouterr().out
 
 
 def test_without_the_tokenizer_the_command_is_one_line_of_error(capsys, monkeypatch):

@@ -13,9 +13,9 @@ from torch_reference.walks import documentation_text, heading, show
 def walk(text: str, token_ids: list[int], *, seed: int) -> None:
     """Prints, section by section, what the script prints, for `text` that tokenizes to `token_ids`."""
     heading("3. Vocabulary and tokens")
-    print(text[:7])
-    print(token_ids[:7])
-    print(max(token_ids))
+    print(f"text[:7]:           {text[:7]!r}")
+    print(f"tokenized_txt[:7]:  {token_ids[:7]}")
+    print(f"max(tokenized_txt): {max(token_ids)}")
     tokenized_txt = torch.tensor(token_ids, dtype=torch.long)
     train_txt, _ = split_tokens(tokenized_txt)
 
