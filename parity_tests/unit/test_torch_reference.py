@@ -1,6 +1,6 @@
 """`torch_reference` is the two documents: their printed facts, and transcriptions that it equals bit for bit."""
 
-# ruff: noqa: N806 - local variables have the documents' names and the glossary's axis letters
+# ruff: noqa: N806, E402 - local variables have the documents' names and the glossary's axis letters; and see below
 
 import inspect
 import math
@@ -9,6 +9,9 @@ import subprocess
 import sys
 
 import pytest
+
+pytest.importorskip("torch")  # before the imports that need it: the run on the newest JAX has no PyTorch
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F  # noqa: N812 - as the document imports it
