@@ -1,6 +1,6 @@
 """`torch_reference` is the two documents: their printed facts, and transcriptions that it equals bit for bit."""
 
-# ruff: noqa: N806, E402 - local variables have the documents' names and the glossary's axis letters; and see below
+# ruff: noqa: N806 - local variables have the documents' names and the glossary's axis letters
 
 import inspect
 import math
