@@ -363,9 +363,9 @@ def _invalid_options(config: TransformerConfig) -> list[str]:
                 problems.append(f"{field.name} must be one of {choices}, got {value!r}")
         elif field.name in _SIZES:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                problems.append(f"{field.name} must be a positive whole number, got {value!r}")
+                problems.append(f"{field.name} must be a positive int, got {value!r}")
         elif isinstance(value, bool) or not isinstance(value, int | float):
-            problems.append(f"{field.name} must be a number, got {value!r}")
+            problems.append(f"{field.name} must be an int or a float, got {value!r}")
         elif field.name in _FRACTIONS and not 0 <= value < 1:
             problems.append(f"{field.name} must be in [0, 1), got {value!r}")
         elif field.name == "norm_eps" and not 0 <= value < float("inf"):

@@ -1,6 +1,7 @@
 """What both models require of their inputs, checked once at the entrance, by shapes and dtypes only (free under jit)."""
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Int
 
 from flax_transformer.config import TransformerConfig
@@ -17,7 +18,8 @@ def require_token_ids(ids: Array, max_length: int, *, name: str) -> Int[Array, "
     Raises:
         ValueError: not integers, not two axes (B, T), nothing in it, or T > ``max_length``.
     """
-    ids = jnp.asarray(ids)
+    if not isinstance(ids, Array):
+        ids = np.asarray(ids)  # JAX would refuse text before the check below can say what to do
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise ValueError(
             f"{name} must be integer token ids, got dtype {ids.dtype}; encode text with tokenizer.py first"
@@ -31,4 +33,4 @@ def require_token_ids(ids: Array, max_length: int, *, name: str) -> Int[Array, "
             f"{name} has length {ids.shape[1]}, beyond the position table's max_length={max_length}; "
             "shorten it, or build the model with a larger max_length"
         )
-    return ids
+    return jnp.asarray(ids)

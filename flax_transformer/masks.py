@@ -29,8 +29,14 @@ def padding_mask(ids: Int[Array, "B S"], *, pad_id: int = 0) -> Bool[Array, "B 1
     """``ids != pad_id``: every query may attend to every key that is not padding.
 
     The encoder-decoder document's ``create_pad_mask`` is this without the head axis.
+
+    Raises:
+        ValueError: not two axes.
     """
-    return (jnp.asarray(ids) != pad_id)[:, None, None, :]
+    ids = jnp.asarray(ids)
+    if ids.ndim != 2:
+        raise ValueError(f"a padding mask needs ids of shape (B, S), got {ids.shape}; one sequence is ids[None, :]")
+    return (ids != pad_id)[:, None, None, :]
 
 
 def causal_mask(length: int) -> Bool[Array, "1 1 T T"]:
@@ -87,6 +93,11 @@ def require_mask(mask: Array | None, shape: tuple[int, int, int], *, name: str) 
 
 
 def _require_mask(mask: Array, name: str) -> None:
+    if not isinstance(mask, Array | np.ndarray):
+        raise ValueError(
+            f"{name} must be a boolean array of JAX or NumPy, got {type(mask).__name__}; "
+            "masks.from_document_mask converts a PyTorch mask of B T S"
+        )
     if mask.dtype != bool:
         raise ValueError(
             f"{name} must be boolean, True = may attend, got dtype {mask.dtype}; "

@@ -22,8 +22,11 @@ def save_safetensors(model: nnx.Module, path: str | Path) -> None:
     state = export(model, _own_names(model))
     path = Path(path)
     partial = path.with_name(path.name + ".partial")
-    safetensors.numpy.save_file(state, partial, metadata={"format": FORMAT})
-    partial.replace(path)
+    try:
+        safetensors.numpy.save_file(state, partial, metadata={"format": FORMAT})
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def load_safetensors(model: nnx.Module, path: str | Path) -> None:

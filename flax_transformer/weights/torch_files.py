@@ -1,11 +1,10 @@
 """Reading PyTorch's own files. With parity's torch_recorder, the only place in the library that imports torch."""
 
-import pickle
 from pathlib import Path
 
 import numpy as np
 
-from flax_transformer.weights.transfer import as_array
+from flax_transformer.weights.transfer import as_arrays
 
 
 def read_torch_file(path: str | Path) -> dict[str, np.ndarray]:
@@ -26,7 +25,7 @@ def read_torch_file(path: str | Path) -> dict[str, np.ndarray]:
         raise ValueError(f"{path} is not a file")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+    except Exception as error:  # on bytes that it does not know torch raises anything, KeyError and struct.error too
         raise ValueError(
             f"{path} is damaged, or holds more than tensors, which only an unsafe load would run; "
             "save module.state_dict() instead of the module"
@@ -35,4 +34,8 @@ def read_torch_file(path: str | Path) -> dict[str, np.ndarray]:
         raise ValueError(
             f"{path} holds {type(state).__name__}, not a dict of tensors; save module.state_dict(), or pass that part of it"
         )
-    return {str(key): as_array(value) for key, value in state.items()}
+    problems: list[str] = []
+    arrays = as_arrays({str(key): value for key, value in state.items()}, problems)
+    if problems:
+        raise ValueError(f"{path} cannot be read: " + "; ".join(problems))
+    return arrays

@@ -1,6 +1,7 @@
 """Moving arrays between a foreign state and a model by a table of rules: strict both ways, all or nothing."""
 
 import dataclasses
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -57,8 +58,10 @@ def load(model: nnx.Module, state: Mapping[str, Any], rules: Sequence[Rule], *, 
         ValueError: listing every problem: missing and unexpected keys, shapes, dtypes, aliases that hold other values,
             casts that would lose bits (unless ``cast="round"``), and variables that no rule fills.
     """
+    if not isinstance(state, Mapping):
+        raise ValueError(f"a state maps names to arrays, got {type(state).__name__}; pass module.state_dict()")
     problems: list[str] = []
-    arrays = _as_arrays(state, problems)
+    arrays = as_arrays(state, problems)
     expected = {source: rule for rule in rules for source in rule.sources}
     problems += [f"unexpected key {key} of shape {arrays[key].shape}" for key in arrays if key not in expected]
     filled: dict[int, tuple[nnx.Variable, np.ndarray]] = {}
@@ -100,19 +103,26 @@ def as_array(value: Any) -> np.ndarray:
     """``value`` (NumPy, JAX or PyTorch) as a NumPy array; PyTorch itself is not imported.
 
     Raises:
-        ValueError: not an array.
+        ValueError: not an array, or one that NumPy cannot hold (sparse, without data).
     """
-    if type(value).__module__.split(".")[0] == "torch":
-        value = value.detach().cpu()
-        # NumPy has no bfloat16 of its own, so PyTorch refuses to convert it; DLPack hands the bits over.
-        return np.array(jax.dlpack.from_dlpack(value.contiguous()) if "bfloat16" in str(value.dtype) else value.numpy())
+    torch = sys.modules.get("torch")  # whoever holds a tensor has imported it
+    if torch is not None and isinstance(value, torch.Tensor):
+        try:
+            value = value.detach().cpu()
+            # NumPy has no bfloat16 of its own, so PyTorch refuses to convert it; DLPack hands the bits over.
+            return np.array(
+                jax.dlpack.from_dlpack(value.contiguous()) if value.dtype == torch.bfloat16 else value.numpy()
+            )
+        except (TypeError, RuntimeError) as error:
+            raise ValueError(f"a tensor that NumPy cannot hold ({error})") from error
     array = np.asarray(value)
     if array.dtype == object:
         raise ValueError(f"not an array but {type(value).__name__}")
     return array
 
 
-def _as_arrays(state: Mapping[str, Any], problems: list[str]) -> dict[str, np.ndarray]:
+def as_arrays(state: Mapping[str, Any], problems: list[str]) -> dict[str, np.ndarray]:
+    """``state`` in NumPy, without the values that are no arrays: ``problems`` gets a sentence for each."""
     arrays = {}
     for key, value in state.items():
         try:
