@@ -74,7 +74,7 @@ def from_document_mask(mask: Array) -> Bool[Array, "B 1 T S"]:
             f"a document mask has three axes, B T S, got shape {values.shape}; "
             "masks of this package have a head axis already and need no adapter"
         )
-    return jnp.asarray(values != 0)[:, None]
+    return jnp.asarray(values.astype(bool))[:, None]
 
 
 def require_mask(mask: Array | None, shape: tuple[int, int, int], *, name: str) -> None:
