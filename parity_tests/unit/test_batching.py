@@ -46,7 +46,7 @@ def test_a_split_with_room_for_one_window_each_passes_and_one_less_does_not():
 
 
 def test_a_batch_holds_windows_of_the_text_and_the_ids_that_follow():
-    batch = sample_batch(IDS, batch_size=5, context_length=7, seed=3, step=13)
+    batch = sample_batch(IDS.astype(np.int64), batch_size=5, context_length=7, seed=3, step=13)
     assert [array.shape for array in batch] == [(5, 7)] * 3
     assert [array.dtype for array in batch] == [np.int32, np.int32, np.float32]
     assert all(array.flags.c_contiguous for array in batch)

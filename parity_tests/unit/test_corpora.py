@@ -13,7 +13,7 @@ from flax_transformer.data import Corpus, default_corpus, read_corpus, read_text
 TEXT = "First line.\r\nSecond 🙂 line with <|endoftext|> inside,\rthird, naïve 中文\n\ufeff\x00\r\n"
 
 
-def test_the_default_corpus_is_pydocs_topics_in_sorted_order():
+def test_the_default_corpus_is_pydocs_topics_in_sorted_order(monkeypatch):
     corpus = default_corpus()
     rest = corpus.text
     for number, key in enumerate(sorted(topics.topics)):
@@ -21,6 +21,8 @@ def test_the_default_corpus_is_pydocs_topics_in_sorted_order():
         assert rest.startswith(separator + topics.topics[key])
         rest = rest[len(separator + topics.topics[key]) :]
     assert rest == ""
+    monkeypatch.setattr(topics, "topics", dict(reversed(topics.topics.items())))
+    assert default_corpus() == corpus
     assert "pydoc_data.topics of Python 3." in corpus.name
 
 

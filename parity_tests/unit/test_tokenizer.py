@@ -11,6 +11,7 @@ import tempfile
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 
 import numpy as np
 import pytest
@@ -95,6 +96,7 @@ def swap_two_ranks(content: bytes) -> bytes:
     ("damage", "message"),
     [
         (flip, "cannot be unpacked|must have sha256"),
+        (lambda content: content[:100] + b"\xff" * 100 + content[200:], "cannot be unpacked"),
         (lambda content: content[:-5], "cannot be unpacked"),
         (lambda content: content[:-8] + flip(content[-8:]), "cannot be unpacked"),
         (lambda content: content + b"more", "cannot be unpacked"),
@@ -194,10 +196,18 @@ def test_a_full_disk_is_one_error_and_leaves_nothing_behind(unloaded, monkeypatc
         load_o200k_base()
 
 
-def test_threads_load_it_once(unloaded):
+def test_threads_load_it_once_and_leave_the_environment_as_it_was(unloaded):
+    before, guard, start = dict(os.environ), tiktoken.load.read_file, Barrier(5)
+
+    def load(_):
+        start.wait()
+        return load_o200k_base()
+
     with ThreadPoolExecutor(5) as pool:
-        encodings = list(pool.map(lambda _: load_o200k_base(), range(5)))
+        encodings = list(pool.map(load, range(5)))
     assert len({id(encoding) for encoding in encodings}) == 1
+    assert dict(os.environ) == before
+    assert tiktoken.load.read_file is guard
 
 
 def test_processes_load_it_at_the_same_time_and_need_no_home_directory(tmp_path):
