@@ -4,6 +4,7 @@ Parameters have Flax's names: ``kernel`` (in, out), ``bias``, ``scale``, ``embed
 formulas, the constructor picks the function once, and the call has no branch.
 """
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.core import Tracer
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
 from flax_transformer.config import Bias, TransformerConfig
 from flax_transformer.dropout import Dropout, DropoutSource
@@ -133,12 +134,12 @@ class Embedding(nnx.Module):
         self.check = require_ids if config.check_ids == "on" else _unchecked
         self.numerics = Numerics.of(config)
 
-    def __call__(self, ids: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    def __call__(self, ids: Integer[Array, "B T"]) -> Float[Array, "B T D"]:
         self.check(ids, self.embedding.shape[0])
         return jnp.take(self.embedding[...], ids, axis=0, mode="clip").astype(self.numerics.compute) * self.scale
 
 
-def require_ids(ids: Int[Array, "B T"], vocab_size: int) -> None:
+def require_ids(ids: Integer[Array, "B T"], vocab_size: int) -> None:
     """Raise unless every id is in [0, ``vocab_size``).
 
     Raises:
@@ -147,20 +148,21 @@ def require_ids(ids: Int[Array, "B T"], vocab_size: int) -> None:
     """
     lowest, highest = ids.min(), ids.max()
     if isinstance(ids, Tracer):
-        jax.debug.callback(_require_range, lowest, highest, vocab_size)
+        jax.debug.callback(functools.partial(_require_range, vocab_size=vocab_size), lowest, highest)
     else:
         _require_range(lowest, highest, vocab_size)
 
 
 def _require_range(lowest: Array, highest: Array, vocab_size: int) -> None:
-    if lowest < 0 or highest >= vocab_size:
+    # As Python numbers: compared with an array of int8, a vocabulary of 300 would wrap to 44.
+    if int(lowest) < 0 or int(highest) >= vocab_size:
         raise ValueError(
             f"ids must be in [0, {vocab_size}), the vocabulary, got ids from {lowest} to {highest}; "
             "was the text encoded with another tokenizer?"
         )
 
 
-def _unchecked(ids: Int[Array, "B T"], vocab_size: int) -> None:
+def _unchecked(ids: Integer[Array, "B T"], vocab_size: int) -> None:
     del ids, vocab_size
 
 
