@@ -1,0 +1,91 @@
+"""The ladder: two recordings in, a verdict out."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from flax_transformer.parity.matching import Rules, match_modules, match_tensors, require_known
+from flax_transformer.parity.preconditions import Case, require_comparable
+from flax_transformer.parity.recording import Recording
+from flax_transformer.parity.rungs import Ladder
+from flax_transformer.parity.tolerances import MEANING, POOLED, POOLED_SEEDS, SINGLE
+from flax_transformer.parity.verdict import Row, Rung, RungName, Verdict
+
+RULES = {
+    "float64": f"float64, at most {MEANING:g} of the scale and equal in float32",
+    "float32": f"float32, rms error at most {SINGLE.factor:g} x the reference's",
+    "pooled": f"float32, rms error over all cases at most {POOLED.factor:g} x the reference's",
+}
+
+CLIMBS: dict[RungName, Callable[[Ladder], Iterable[Row]]] = {
+    "keys": Ladder.keys,
+    "shapes": Ladder.shapes,
+    "masks": Ladder.masks,
+    "buffers": Ladder.buffers,
+    "modules": Ladder.outputs_of_modules,
+    "output": Ladder.output,
+}
+
+
+def compare(
+    reference: Recording, candidate: Recording, rules: Rules | None = None, *, truth: Recording | None = None
+) -> Verdict:
+    """Climb the ladder: keys, shapes, masks, buffers, every submodule's output, the final output.
+
+    float64 recordings are held to the meaning rule, float32 recordings to the arithmetic rule against ``truth``, the
+    reference's float64 recording (``tolerances``).
+
+    Args:
+        rules: how the candidate names things. Without rules names match by equality, by Flax's conventions
+            (``kernel`` for ``weight``, transposed), and what is left by value, shape and order; the verdict lists how.
+            With rules nothing is guessed.
+    Raises:
+        ValueError: the recordings cannot be compared, the rules name what is not there, or nothing was compared; every
+            offender is named.
+    """
+    return _climb([Case(reference, candidate, truth)], rules)
+
+
+def compare_pooled(
+    references: Sequence[Recording],
+    candidates: Sequence[Recording],
+    rules: Rules | None = None,
+    *,
+    truths: Sequence[Recording],
+) -> Verdict:
+    """``compare`` for float32 recordings of one model under many seeds, which allows the sharper pooled rule.
+
+    Raises:
+        ValueError: as ``compare``, or fewer than ``POOLED_SEEDS`` cases, or not as many of each.
+    """
+    counts = (len(references), len(candidates), len(truths))
+    if min(counts) < POOLED_SEEDS or len(set(counts)) != 1:
+        raise ValueError(
+            f"pooling needs at least {POOLED_SEEDS} references and as many candidates and truths, got {counts}; "
+            "compare fewer one by one"
+        )
+    return _climb([Case(*case) for case in zip(references, candidates, truths, strict=True)], rules)
+
+
+def _climb(cases: Sequence[Case], rules: Rules | None) -> Verdict:
+    require_comparable(cases)
+    reference, candidate = cases[0].reference, cases[0].candidate
+    if rules is not None:
+        require_known(rules, reference, candidate)
+    tensors = match_tensors(reference, candidate, rules)
+    modules = match_modules(reference, candidate, rules, tensors)
+    ladder = Ladder(cases, rules or Rules(), tensors, modules)
+    rows: dict[RungName, tuple[Row, ...]] = {name: tuple(climb(ladder)) for name, climb in CLIMBS.items()}
+    verdict = Verdict(
+        rule=RULES["pooled" if len(cases) > 1 else reference.dtype],
+        rungs=tuple(Rung(name, found) for name, found in rows.items() if found),
+        matches=(*tensors, *modules),
+        unmatched=tuple(ladder.unmatched()),
+    )
+    numbers = sum(int(np.isfinite(array).sum()) for array in reference.outputs.values())
+    if verdict.passed and not (rows["modules"] and rows["output"] and numbers):
+        raise ValueError(
+            f"nothing was compared, which is never a pass: {len(rows['modules'])} outputs of modules and "
+            f"{len(rows['output'])} final outputs with {numbers} finite numbers; record a call of the model itself"
+        )
+    return verdict

@@ -1,0 +1,105 @@
+"""Every tolerance of the ladder, each with its derivation. A looser entry needs its reason beside it.
+
+The scale of a forward result is its largest finite magnitude. u(dtype) is the unit roundoff, half the distance from 1 to the
+next number.
+"""
+
+import dataclasses
+
+import ml_dtypes
+import numpy as np
+
+UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24}
+
+# Meaning, float64 on both sides. Correct ports of both documents differ by 6e-15 of the scale in the forward pass; the
+# smallest porting mistake that changes a formula (an eps of 1e-6 moved under the root) shows at 1e-7.
+MEANING = 1e-12
+
+# Forward results must also be equal when rounded to float32: that is what "identical logits" means. Rounding noise that
+# straddles a boundary between two float32 numbers is no difference in meaning: correct ports differed in 1 of 10.6 million
+# elements (by 6e-17 of the scale), so a vocabulary of 199,854 would raise an alarm every few runs. A miss is forgiven if the
+# two are neighbours in float32 and differ in float64 by no more than this many u of the scale (7e-15; measured: 6e-15).
+STRADDLING = 64
+
+# Gradients: a float64 reference gradient below this part of its module's largest is zero by structure (a key bias: softmax
+# ignores a constant), and its digits are rounding noise.
+STRUCTURAL_ZERO = 1e-13
+
+# Reduced gradients and SGD updates on several devices against one, relative: the order of a sum changes, nothing else.
+DEVICES = {"float32": 2e-6, "float64": 1e-12}
+
+# Arithmetic, float32: fewer seeds than this are judged one by one.
+POOLED_SEEDS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Arithmetic:
+    """error <= max(``factor`` * the reference's own error, ``floor`` * u * max|truth|), errors being rms against float64."""
+
+    factor: float
+    floor: float
+
+    def allowed(self, *, reference_error: float, largest: float, dtype: str) -> float:
+        """The largest error that a candidate may have."""
+        return max(self.factor * reference_error, self.floor * UNIT_ROUNDOFF[dtype] * largest)
+
+
+# Two correct float32 programs sum in different orders, so their errors are two draws from one distribution. Pooled over 16
+# seeds their ratio stays below 2; one draw of a small tensor does not (the plain rule goes red on correct code in a third of
+# the gradient cases), hence 4. The floors are what is left where the reference happens to be exact: a result of a few
+# roundings is off by a few u of the largest value.
+POOLED = Arithmetic(factor=2, floor=8)
+SINGLE = Arithmetic(factor=4, floor=16)
+
+
+def scale(array: np.ndarray) -> float:
+    """The largest finite magnitude, 0 if there is none."""
+    magnitude = np.abs(array.astype(np.float64))
+    return float(magnitude.max(initial=0.0, where=np.isfinite(magnitude)))
+
+
+def float32_misses(reference: np.ndarray, candidate: np.ndarray, *, forgiven: float = 0.0) -> int:
+    """How many elements differ after rounding to float32. NaN equals NaN here (``misplaced``), and 0 equals -0.
+
+    Args:
+        forgiven: neighbours in float32 that differ by no more than this are not counted.
+    """
+    a, b = reference.astype(np.float64), candidate.astype(np.float64)
+    with np.errstate(over="ignore", invalid="ignore"):
+        x, y = a.astype(np.float32), b.astype(np.float32)
+        straddling = (np.nextafter(x, y) == y) & (np.abs(a - b) <= forgiven)
+    return int(np.sum((x != y) & ~(np.isnan(x) & np.isnan(y)) & ~straddling))
+
+
+def misplaced(reference: np.ndarray, candidate: np.ndarray) -> int:
+    """How many elements are NaN on one side only, or infinite on one side only or with another sign."""
+    a, b = reference.astype(np.float64), candidate.astype(np.float64)
+    infinite = np.isinf(a) | np.isinf(b)
+    return int(np.sum((np.isnan(a) != np.isnan(b)) | (infinite & (a != b))))
+
+
+def spacing(array: np.ndarray, dtype: np.dtype | type) -> np.ndarray:
+    """Distance from each magnitude to the next larger number of ``dtype``: one unit in the last place."""
+    info = ml_dtypes.finfo(dtype)
+    magnitude = np.abs(array.astype(np.float64))
+    _, exponent = np.frexp(magnitude)
+    ulp = np.ldexp(float(info.eps), exponent - 1)
+    return np.maximum(np.where(magnitude > 0, ulp, 0.0), float(info.smallest_subnormal))
+
+
+def position_table_allowed(length: int, frequencies: np.ndarray) -> np.ndarray:
+    """How far freshly built sinusoidal tables of two frameworks may differ: (length, number of frequencies).
+
+    position * ulp(frequency), since two exp or pow functions may differ in the last place of a frequency, and this is then
+    multiplied by the position (2.4e-4 at position 5000 in float32). Two more terms, because both are measured: the angle
+    itself is rounded, by half an ulp on each side, and so is its sine, an ulp of 1.
+
+    Args:
+        length: number of positions.
+        frequencies: the factors of the positions, in the dtype of the table.
+    """
+    position = np.arange(length, dtype=np.float64)[:, None]
+    dtype = frequencies.dtype
+    angle = position * frequencies.astype(np.float64)
+    # At position 0 the angle is exact, and the spacing of 0 is the smallest subnormal: nothing.
+    return position * spacing(frequencies, dtype) + spacing(angle, dtype) + 2 * UNIT_ROUNDOFF[dtype.name]
