@@ -10,7 +10,7 @@ import abc
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, PRNGKeyArray
+from jaxtyping import Array, Bool, Float
 
 
 class DropoutSource(abc.ABC):
@@ -31,7 +31,7 @@ class RandomDropout(DropoutSource):
         keys: (B,) of ``jax.random.key``s, one per example.
     """
 
-    def __init__(self, keys: PRNGKeyArray) -> None:
+    def __init__(self, keys: Array) -> None:
         if not jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) or keys.ndim != 1:
             raise ValueError(
                 f"RandomDropout needs one jax.random.key per example, shape (B,), got {keys.dtype} of shape {keys.shape}; "
