@@ -1,0 +1,62 @@
+"""The decoder-only document against ``DecoderOnlyConfig.document``, at its own sizes and at odd small ones."""
+
+import functools
+
+import numpy as np
+from flax import nnx
+
+import flax_transformer as ft
+from flax_transformer import masks
+from parity_tests.cases import Case
+
+
+def _reference(**sizes):
+    from torch_reference.decoder_only import DecoderOnly
+
+    return DecoderOnly(**sizes)
+
+
+def _inputs(rng, *, B, T, vocab_size):  # noqa: N803  (axis letters)
+    return {"ids": rng.integers(0, vocab_size, (B, T)).astype(np.int32)}
+
+
+def _reference_masks(inputs):
+    """The document's mask says where *not* to attend; ours is its complement, with the batch and head axes."""
+    import torch
+
+    length = inputs["ids"].shape[1]
+    hidden = torch.triu(torch.ones(length, length), diagonal=1).bool()
+    return {"causal": ~hidden[None, None]}
+
+
+def _config(dtype, *, vocab_size, d_model=64, num_heads=4, context_len=16):
+    return ft.DecoderOnlyConfig.document(
+        vocab_size=vocab_size,
+        d_model=d_model,
+        num_heads=num_heads,
+        max_length=context_len,
+        param_dtype=dtype,
+        compute_dtype=dtype,
+    )
+
+
+def _case(name, size, *, B, **sizes):  # noqa: N803
+    return Case(
+        name=name,
+        size=size,
+        reference=functools.partial(_reference, **sizes),
+        config=functools.partial(_config, **sizes),
+        model=lambda config: ft.DecoderOnly(config, rngs=nnx.Rngs(0)),
+        inputs=functools.partial(_inputs, B=B, T=sizes.get("context_len", 16), vocab_size=sizes["vocab_size"]),
+        call_reference=lambda module, ids: module(ids),
+        call_model=lambda model, ids: model.probabilities(ids),
+        logits="output",
+        reference_masks=_reference_masks,
+        model_masks=lambda inputs: {"causal": masks.causal_mask(inputs["ids"].shape[1])},
+    )
+
+
+CASES = (
+    _case("decoder_only_odd", "small", B=3, vocab_size=37, d_model=20, num_heads=5, context_len=7),
+    _case("decoder_only_document", "document", B=4, vocab_size=199_854),
+)

@@ -1,0 +1,51 @@
+"""The reference's side of every case: recorded with PyTorch where it is installed, read from a folder where it is not.
+
+With ``PARITY_RECORDINGS=DIR`` recordings of small cases are written to DIR where PyTorch is installed, and read from it
+where it is not: so the PyTorch side is recorded on one machine and checked on another.
+"""
+
+import functools
+import importlib.util
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flax_transformer import parity
+from parity_tests.cases import Case
+
+HAS_TORCH = importlib.util.find_spec("torch") is not None
+needs_torch = pytest.mark.skipif(not HAS_TORCH, reason="needs PyTorch beside JAX in one process")
+
+
+@functools.lru_cache(maxsize=64)
+def reference(case: Case, dtype: str, seed: int) -> parity.Recording:
+    """The recording of the case's PyTorch module with weights and inputs drawn from ``seed``."""
+    folder = os.environ.get("PARITY_RECORDINGS")
+    path = Path(folder) / f"{case.name}-{dtype}-{seed}" if folder and case.size == "small" else None
+    if HAS_TORCH:
+        recording = _record(case, dtype, seed)
+        if path is not None and not path.exists():
+            recording.save(path)
+        return recording
+    if path is None:
+        raise RuntimeError(
+            "without torch, PARITY_RECORDINGS must name a folder of recordings, and only small cases run"
+        )
+    return parity.load(path)
+
+
+def _record(case: Case, dtype: str, seed: int) -> parity.Recording:
+    import torch
+
+    torch.manual_seed(seed)
+    module = case.reference()
+    with torch.no_grad():
+        # PyTorch starts norms at 1 and 0 and the document's copies at equal values, which would hide permutations.
+        for parameter in module.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    inputs = case.inputs(np.random.default_rng(seed))
+    tensors = {name: torch.from_numpy(array.astype(np.int64)) for name, array in inputs.items()}
+    masks = case.reference_masks(tensors)
+    return parity.record_torch(module, inputs, dtype=dtype, call=case.call_reference, masks=masks)
