@@ -1,0 +1,212 @@
+"""What a training run keeps on disk. The only file that imports orbax.
+
+A run is one directory:
+
+    config.json       the resolved configuration
+    tokenizer.json    the vocabulary, which the ids of the model mean nothing without
+    metrics.jsonl     one JSON object per logged step
+    sample.txt        text that the trained model wrote
+    checkpoint/N/     the whole train state after N steps
+
+A checkpoint is a flat table from names to arrays ("parameters/blocks.0.norm.scale"), whatever classes held them, so that
+it outlives a renamed class and a mismatch can be told by name.
+"""
+
+import dataclasses
+import json
+import os
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+
+@dataclasses.dataclass(frozen=True)
+class RunDirectory:
+    """The paths of one run. Making the record touches nothing on disk."""
+
+    root: Path
+
+    @property
+    def config(self) -> Path:
+        return self.root / "config.json"
+
+    @property
+    def tokenizer(self) -> Path:
+        return self.root / "tokenizer.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def sample(self) -> Path:
+        return self.root / "sample.txt"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoint"
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes `value` as JSON so that `path` holds either all of it or what it held before."""
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", text=True)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            json.dump(value, file, indent=2, ensure_ascii=False)
+            file.write("\n")
+        os.chmod(temporary, 0o644)  # mkstemp's own mode shuts everyone else out
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def read_json(path: Path) -> Any:
+    """The value that `write_json` wrote.
+
+    Raises:
+        ValueError: no such file, or not JSON; the message names the file.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{path} cannot be read as JSON ({error}); is {path.parent} the directory of a run?"
+        ) from error
+
+
+class Checkpoints:
+    """The checkpoints of one run, `directory/<step>/`. A context manager.
+
+    A checkpoint is written beside its place and renamed into it when it is complete, so an interrupted save leaves the
+    earlier checkpoints and nothing that could be taken for a new one.
+    """
+
+    def __init__(self, directory: Path, *, keep: int | None = None) -> None:
+        """Args:
+        directory: made at the first save if it does not exist.
+        keep: how many of the newest checkpoints stay; None: all.
+        """
+        self._directory = directory.absolute()  # orbax refuses relative paths
+        self._keep = keep
+        self._manager: ocp.CheckpointManager | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Waits for a save in progress."""
+        if self._manager is not None:
+            self._manager.close()
+            self._manager = None
+
+    def latest_step(self) -> int | None:
+        """The step of the newest complete checkpoint; None where there is none."""
+        return self._open().latest_step() if self._directory.is_dir() else None
+
+    def save(self, step: int, state: Any) -> None:
+        """Saves a pytree of arrays as the checkpoint of `step`; returns when it is on disk.
+
+        Raises:
+            ValueError: a checkpoint of this step exists.
+        """
+        if self._directory.is_dir() and step in self._open().all_steps():
+            raise ValueError(
+                f"{self._directory} already holds a checkpoint of step {step}; save into another directory."
+            )
+        self._open().save(step, args=ocp.args.PyTreeSave(_by_name(state)), force=True)
+        self._open().wait_until_finished()
+
+    def restore(self, like: Any, *, step: int | None = None, unwanted: Literal["refuse", "ignore"] = "refuse") -> Any:
+        """The saved arrays, in the form of `like`.
+
+        Args:
+            like: a pytree of arrays or `jax.ShapeDtypeStruct`s; the arrays come back with its shapes, dtypes and, where
+                given, shardings. Nothing is cast: orbax would do so silently.
+            step: which checkpoint; None: the newest.
+            unwanted: what to do about arrays in the checkpoint that `like` has no place for. "ignore" reads a part of a
+                state: `restore({"parameters": ...}, unwanted="ignore")`.
+
+        Raises:
+            ValueError: no checkpoint, or one whose names, shapes or dtypes are not those of `like`. All are listed.
+        """
+        wanted = "a complete checkpoint" if step is None else f"a complete checkpoint of step {step}"
+        latest = self.latest_step()
+        step = latest if step is None else step
+        if latest is None or step is None or step not in self._open().all_steps():
+            raise ValueError(f"{self._directory} does not hold {wanted}; give the directory of a run that saved one.")
+
+        expected = {name: _describe(leaf) for name, leaf in _by_name(like).items()}
+        saved = dict(self._open().item_metadata(step))
+        _refuse_mismatch(
+            f"checkpoint {self._directory / str(step)}",
+            expected={name: (leaf.shape, leaf.dtype) for name, leaf in expected.items()},
+            saved={name: (tuple(leaf.shape), np.dtype(leaf.dtype)) for name, leaf in saved.items()},
+            unwanted=unwanted,
+        )
+        restored = self._open().restore(
+            step,
+            args=ocp.args.PyTreeRestore(
+                expected,
+                restore_args=ocp.checkpoint_utils.construct_restore_args(expected),
+                partial_restore=True,
+            ),
+        )
+        return jax.tree.unflatten(jax.tree.structure(like), [restored[name] for name in expected])
+
+    def _open(self) -> ocp.CheckpointManager:
+        if self._manager is None:
+            options = ocp.CheckpointManagerOptions(max_to_keep=self._keep, enable_async_checkpointing=False)
+            self._manager = ocp.CheckpointManager(
+                self._directory, item_handlers=ocp.PyTreeCheckpointHandler(), options=options
+            )
+        return self._manager
+
+
+def _by_name(tree: Any) -> dict[str, Any]:
+    """Every leaf of a pytree by the names on the way to it, in the order of `jax.tree.leaves`."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    named = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+    if len(named) != len(leaves):
+        raise ValueError("a train state with two leaves of one name cannot be saved: a dictionary key holds a '/'.")
+    return named
+
+
+def _describe(leaf: Any) -> jax.ShapeDtypeStruct:
+    sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _refuse_mismatch(
+    where: str,
+    *,
+    expected: dict[str, tuple[tuple[int, ...], np.dtype]],
+    saved: dict[str, tuple[tuple[int, ...], np.dtype]],
+    unwanted: Literal["refuse", "ignore"],
+) -> None:
+    def text(entry: tuple[tuple[int, ...], np.dtype]) -> str:
+        return f"{entry[1].name}{list(entry[0])}"
+
+    def sentences() -> Iterable[str]:
+        for name in sorted(expected.keys() | (saved.keys() if unwanted == "refuse" else set())):
+            if name not in saved:
+                yield f"{name}: not saved, expected {text(expected[name])}"
+            elif name not in expected:
+                yield f"{name}: saved {text(saved[name])}, not expected"
+            elif saved[name] != expected[name]:
+                yield f"{name}: saved {text(saved[name])}, expected {text(expected[name])}"
+
+    problems = list(sentences())
+    if problems:
+        raise ValueError(
+            f"{where} does not fit the model and optimizer that it is to be loaded into; nothing was loaded. Build them "
+            "from the run's config.json. " + "; ".join(problems)
+        )
