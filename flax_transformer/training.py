@@ -1,0 +1,215 @@
+"""The train state, one pure train step and one pure eval step.
+
+A model is split once, into its structure and named arrays; the steps are pure functions of arrays, to be laid over
+devices by whoever compiles them; the model is merged again at the end:
+
+    structure, parameters, buffers = split_model(model)
+    state = init_state(parameters, buffers, optimizer, seed=0)
+    step = jax.jit(make_train_step(structure, next_token_loss, optimizer), donate_argnums=0)
+    for batch in batches:
+        state, metrics = step(state, batch, jnp.arange(batch_size))
+    model = structure.merge(state.parameters, state.buffers)
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jaxtyping import Array, Float, Int, Num, UInt
+
+from flax_transformer.dropout import DropoutSource, RandomDropout
+from flax_transformer.losses import LossSums, cross_entropy, reciprocal_or_zero
+
+Named = dict[str, Num[Array, "..."]]
+
+
+class LossFunction(Protocol):
+    """How a model is called on a batch, and what is made of its result. It says nothing about devices or gradients."""
+
+    def __call__(self, model: Any, batch: Any, *, dropout: DropoutSource | None) -> LossSums:
+        """The summed loss and weight of the batch; a `dropout` of None is deterministic."""
+        ...
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Everything that the next step depends on, besides its batch. A pytree of arrays and nothing else.
+
+    Attributes:
+        step: int32, how many steps have been taken.
+        seed: uint32, what dropout is drawn from, together with `step` and the example.
+        parameters: what is trained, by name ("blocks.0.attention.query.kernel"). A module that is shared stands here
+            once, under the first of its names.
+        buffers: what a model keeps besides, such as position tables; by name, never changed.
+        optimizer_state: whatever the optimizer needs.
+    """
+
+    step: Int[Array, ""]
+    seed: UInt[Array, ""]
+    parameters: Named
+    buffers: Named
+    optimizer_state: Any
+
+
+class Metrics(NamedTuple):
+    """What one train step has to tell; scalars on the device.
+
+    Attributes:
+        loss: mean over all weighted tokens of the global batch, before the update, in nats.
+        grad_norm: joint norm of all gradients, before clipping.
+        weight: the number of tokens that counted.
+    """
+
+    loss: Float[Array, ""]
+    grad_norm: Float[Array, ""]
+    weight: Float[Array, ""]
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelStructure:
+    """A model without its arrays: static, hashable, and the same for two models of one configuration."""
+
+    graph: nnx.GraphDef
+    parameters: Any  # a PyTreeDef, which jax exports as a value and not as a type
+    buffers: Any
+    parameter_names: tuple[str, ...]
+    buffer_names: tuple[str, ...]
+
+    def merge(self, parameters: Named, buffers: Named) -> Any:
+        """The model with these arrays: the inverse of `split_model`, sharing included."""
+        return nnx.merge(
+            self.graph,
+            self.parameters.unflatten([parameters[name] for name in self.parameter_names]),
+            self.buffers.unflatten([buffers[name] for name in self.buffer_names]),
+        )
+
+
+def split_model(model: nnx.Module) -> tuple[ModelStructure, Named, Named]:
+    """The structure of a model, its parameters (`nnx.Param`) and its buffers (all other variables), by name.
+
+    The arrays are the model's own: see `init_state` about donation.
+    """
+    graph, parameters, buffers = nnx.split(model, nnx.Param, ...)
+    parameters, buffers = nnx.as_pure(parameters), nnx.as_pure(buffers)
+    named_parameters, named_buffers = _by_name(parameters), _by_name(buffers)
+    structure = ModelStructure(
+        graph=graph,
+        parameters=jax.tree.structure(parameters),
+        buffers=jax.tree.structure(buffers),
+        parameter_names=tuple(named_parameters),
+        buffer_names=tuple(named_buffers),
+    )
+    return structure, named_parameters, named_buffers
+
+
+def _by_name(tree: Any) -> Named:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
+def init_state(parameters: Named, buffers: Named, optimizer: optax.GradientTransformation, *, seed: int) -> TrainState:
+    """The state before the first step.
+
+    Arrays are copied: a step that donates its state deletes the arrays of the state it was given, and those must not be
+    the ones that a model, or a `device_put` of it, still holds.
+    """
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"seed must be at least 0 and below 2^32, got {seed}.")
+    parameters, buffers = jax.tree.map(jnp.copy, (parameters, buffers))
+    return TrainState(
+        step=jnp.zeros((), jnp.int32),
+        seed=jnp.asarray(seed, jnp.uint32),
+        parameters=parameters,
+        buffers=buffers,
+        optimizer_state=optimizer.init(parameters),
+    )
+
+
+def dropout_keys(state: TrainState, example_indices: Int[Array, "B"]) -> Any:
+    """One key per example, a function of the seed, the step and the example's place in the *global* batch alone.
+
+    So the same example has the same dropout however the batch is laid over devices, and after a run was resumed.
+    """
+    step_key = jax.random.fold_in(jax.random.key(state.seed), state.step)
+    return jax.vmap(functools.partial(jax.random.fold_in, step_key))(example_indices)
+
+
+def make_train_step(
+    structure: ModelStructure,
+    loss: LossFunction,
+    optimizer: optax.GradientTransformation,
+    *,
+    reduce: Callable[[Any], Any] = lambda tree: tree,
+) -> Callable[[TrainState, Any, Int[Array, "B"]], tuple[TrainState, Metrics]]:
+    """A pure function `(state, batch, example_indices) -> (state, metrics)` that takes one optimizer step.
+
+    The gradient is that of the mean over all tokens of the global batch: the sum of losses over the sum of weights.
+
+    Args:
+        structure: of the model, see `split_model`.
+        loss: see `LossFunction`.
+        optimizer: an optax transformation, called with the parameters.
+        reduce: sums a pytree over the parts of the global batch, where each part runs a step of its own: for `pmap`,
+            `lambda tree: jax.lax.psum(tree, axis_name)`. Under `jit` a batch is whole, and nothing is left to sum.
+
+    The function's `example_indices` are the places of the examples in the global batch, see `dropout_keys`.
+    """
+
+    def train_step(state: TrainState, batch: Any, example_indices: Int[Array, "B"]) -> tuple[TrainState, Metrics]:
+        dropout = RandomDropout(dropout_keys(state, example_indices))
+
+        def loss_sum(parameters: Named) -> tuple[Array, Array]:
+            sums = loss(structure.merge(parameters, state.buffers), batch, dropout=dropout)
+            return sums.loss, sums.weight
+
+        local_loss, pullback, local_weight = jax.vjp(loss_sum, state.parameters, has_aux=True)
+        total_loss, total_weight = reduce((local_loss, local_weight))
+        # The division enters where the gradient starts, as in the backward pass of a mean, and not into every gradient.
+        (gradients,) = pullback(reciprocal_or_zero(total_weight))
+        gradients = reduce(gradients)
+
+        updates, optimizer_state = optimizer.update(gradients, state.optimizer_state, state.parameters)
+        metrics = Metrics(
+            loss=total_loss * reciprocal_or_zero(total_weight),
+            grad_norm=optax.tree.norm(gradients),
+            weight=total_weight,
+        )
+        new_state = dataclasses.replace(
+            state,
+            step=state.step + 1,
+            parameters=jax.tree.map(jnp.add, state.parameters, updates),
+            optimizer_state=optimizer_state,
+        )
+        return new_state, metrics
+
+    return train_step
+
+
+def make_eval_step(structure: ModelStructure, loss: LossFunction) -> Callable[[Named, Named, Any], LossSums]:
+    """A pure function `(parameters, buffers, batch) -> LossSums`, deterministic. Add its sums up over all batches."""
+
+    def eval_step(parameters: Named, buffers: Named, batch: Any) -> LossSums:
+        return loss(structure.merge(parameters, buffers), batch, dropout=None)
+
+    return eval_step
+
+
+def next_token_loss(
+    model: Any, batch: Any, *, dropout: DropoutSource | None = None, label_smoothing: float = 0.0
+) -> LossSums:
+    """The loss of a decoder-only model: cross entropy of `model(batch.inputs)` against `batch.labels`.
+
+    Args:
+        model: from ids B T to logits B T V.
+        batch: `data.Batch`, that is `inputs` and `labels` of shape B T and `weights` of shape B T.
+        dropout: None in evaluation.
+        label_smoothing: see `losses.cross_entropy`; 0 in evaluation.
+    """
+    logits = model(batch.inputs, dropout=dropout)
+    return cross_entropy(logits, batch.labels, weights=batch.weights, label_smoothing=label_smoothing)
