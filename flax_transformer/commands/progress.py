@@ -1,0 +1,144 @@
+"""What a person sees while a model trains: a bar on a terminal, plain lines elsewhere, nothing on other processes."""
+
+import abc
+import dataclasses
+import signal
+import sys
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """One logged step.
+
+    Attributes:
+        step: steps taken so far.
+        loss: nats per token.
+        learning_rate: of this step.
+        grad_norm: before clipping.
+        tokens_per_second: since the last report; None for the first, whose time is that of compiling.
+        seconds_left: None while unknown.
+    """
+
+    step: int
+    loss: float
+    learning_rate: float
+    grad_norm: float
+    tokens_per_second: float | None
+    seconds_left: float | None
+
+    def as_metrics(self) -> dict[str, int | float | None]:
+        """What is kept of it: all but the guess of the time left."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if name != "seconds_left"}
+
+    def __str__(self) -> str:
+        speed = "compiled" if self.tokens_per_second is None else f"{self.tokens_per_second:,.0f} tokens/s"
+        left = "" if self.seconds_left is None else f"  {_clock(self.seconds_left)} left"
+        return f"loss {self.loss:.3f}  lr {self.learning_rate:.2e}  {speed}{left}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+class Display(abc.ABC):
+    """Shows reports. A context manager, around the loop."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        return None
+
+    @abc.abstractmethod
+    def show(self, report: Report) -> None: ...
+
+    @abc.abstractmethod
+    def say(self, line: str) -> None:
+        """A line that stays."""
+
+
+class Silence(Display):
+    """For every process but the first."""
+
+    def show(self, report: Report) -> None:
+        del report
+
+    def say(self, line: str) -> None:
+        del line
+
+
+class Lines(Display):
+    """One line per report, each written at once, so that a log file can be followed."""
+
+    def __init__(self, total_steps: int) -> None:
+        self._total = total_steps
+
+    def show(self, report: Report) -> None:
+        self.say(f"step {report.step:>{len(str(self._total))}}/{self._total}  {report}")
+
+    def say(self, line: str) -> None:
+        print(line, flush=True)
+
+
+class Bar(Display):
+    """A bar in the last line of a terminal."""
+
+    def __init__(self, total_steps: int) -> None:
+        self._progress = Progress(
+            TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[report]}")
+        )
+        self._task = self._progress.add_task("training", total=total_steps, report="compiling ...")
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._progress.stop()
+
+    def show(self, report: Report) -> None:
+        self._progress.update(self._task, completed=report.step, report=str(report))
+
+    def say(self, line: str) -> None:
+        self._progress.console.print(line, markup=False, highlight=False)
+
+
+def display(total_steps: int, *, process_index: int) -> Display:
+    """The display for where the output goes."""
+    if process_index != 0:
+        return Silence()
+    return Bar(total_steps) if sys.stdout.isatty() else Lines(total_steps)
+
+
+class StopSignal:
+    """Turns the first Ctrl-C or SIGTERM into a question that the loop asks, so that no step is cut in half.
+
+    A second one acts as if this were not here. A context manager; outside of it signals do what they did before.
+    """
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._previous[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        self.received = signal.Signals(number)
+        signal.signal(number, self._previous[self.received])
+        print("\nstopping after this step; once more to stop at once", file=sys.stderr, flush=True)
