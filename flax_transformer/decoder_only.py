@@ -75,7 +75,7 @@ class DecoderOnly(nnx.Module):
         """The last hidden states, before the output projection."""
         ids = require_token_ids(ids, self.config.max_length, name="ids")
         B, T = ids.shape  # noqa: N806  (axis letters, see config.py)
-        require_mask(mask, (B, T, T), name="mask")
+        mask = require_mask(mask, (B, T, T), name="mask")
         causal = causal_mask(T)
         mask = causal if mask is None else combine_masks(causal, mask)
         x = self.positions(self.embedding(ids), dropout)

@@ -141,7 +141,7 @@ class EncoderDecoder(nnx.Module):
         """The encoder's memory of ``source``."""
         source = require_token_ids(source, self.config.max_length, name="source")
         B, S = source.shape  # noqa: N806  (axis letters, see config.py)
-        require_mask(source_mask, (B, S, S), name="source_mask of encode")
+        source_mask = require_mask(source_mask, (B, S, S), name="source_mask of encode")
         x = self.source_positions(self.source_embedding(source), dropout)
         return self.encoder(x, source_mask, dropout)
 
@@ -162,8 +162,8 @@ class EncoderDecoder(nnx.Module):
                 f"memory must have shape (B, S, D) = ({B}, S, {self.config.d_model}), got {memory.shape}; "
                 "source and target need one batch size"
             )
-        require_mask(source_mask, (B, T, memory.shape[1]), name="source_mask of decode")
-        require_mask(target_mask, (B, T, T), name="target_mask")
+        source_mask = require_mask(source_mask, (B, T, memory.shape[1]), name="source_mask of decode")
+        target_mask = require_mask(target_mask, (B, T, T), name="target_mask")
         x = self.target_positions(self.target_embedding(target), dropout)
         return self.decoder(x, memory, source_mask, target_mask, dropout)
 

@@ -77,19 +77,20 @@ def from_document_mask(mask: Array) -> Bool[Array, "B 1 T S"]:
     return jnp.asarray(values.astype(bool))[:, None]
 
 
-def require_mask(mask: Array | None, shape: tuple[int, int, int], *, name: str) -> None:
-    """Raise unless ``mask`` is None or a boolean array broadcastable to B 1 T S, with ``shape`` = (B, T, S).
+def require_mask(mask: Array | None, shape: tuple[int, int, int], *, name: str) -> Bool[Array, "#B 1 #T #S"] | None:
+    """``mask`` as a JAX array, with ``shape`` = (B, T, S); None, which masks nothing, as it is.
 
     Raises:
-        ValueError: naming the rule, what was given, and the remedy.
+        ValueError: not a boolean array broadcastable to B 1 T S; naming the rule, what was given, and the remedy.
     """
     if mask is None:
-        return
+        return None
     _require_mask(mask, name)
     batch, target, source = shape
     wanted = (batch, 1, target, source)
     if any(size not in (1, full) for size, full in zip(mask.shape, wanted, strict=True)):
         raise ValueError(f"{name} must be broadcastable to (B, 1, T, S) = {wanted}, got shape {mask.shape}")
+    return jnp.asarray(mask)
 
 
 def _require_mask(mask: Array, name: str) -> None:
