@@ -7,13 +7,18 @@ where it is not: so the PyTorch side is recorded on one machine and checked on a
 import functools
 import importlib.util
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
 from flax_transformer import parity
 from parity_tests.cases import Case
+
+if TYPE_CHECKING:
+    import torch
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 needs_torch = pytest.mark.skipif(not HAS_TORCH, reason="needs PyTorch beside JAX in one process")
@@ -36,7 +41,8 @@ def reference(case: Case, dtype: str, seed: int) -> parity.Recording:
     return parity.load(path)
 
 
-def _record(case: Case, dtype: str, seed: int) -> parity.Recording:
+def module_and_inputs(case: Case, seed: int) -> "tuple[torch.nn.Module, dict[str, np.ndarray]]":
+    """The case's PyTorch module in float32, weights drawn from ``seed``, and its inputs."""
     import torch
 
     torch.manual_seed(seed)
@@ -44,8 +50,19 @@ def _record(case: Case, dtype: str, seed: int) -> parity.Recording:
     with torch.no_grad():
         # PyTorch starts norms at 1 and 0 and the document's copies at equal values, which would hide permutations.
         for parameter in module.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    inputs = case.inputs(np.random.default_rng(seed))
-    tensors = {name: torch.from_numpy(array.astype(np.int64)) for name, array in inputs.items()}
-    masks = case.reference_masks(tensors)
+            size = 0.1 if parameter.ndim < 2 else 0.3 * parameter.std()
+            parameter.add_(size * torch.randn_like(parameter))
+    return module, case.inputs(np.random.default_rng(seed))
+
+
+def as_tensors(inputs: Mapping[str, np.ndarray]) -> "dict[str, torch.Tensor]":
+    """Token ids as PyTorch wants them."""
+    import torch
+
+    return {name: torch.from_numpy(array.astype(np.int64)) for name, array in inputs.items()}
+
+
+def _record(case: Case, dtype: str, seed: int) -> parity.Recording:
+    module, inputs = module_and_inputs(case, seed)
+    masks = case.reference_masks(as_tensors(inputs))
     return parity.record_torch(module, inputs, dtype=dtype, call=case.call_reference, masks=masks)

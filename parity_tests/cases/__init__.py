@@ -36,6 +36,8 @@ class Case:
         inputs: token ids by name, from a generator.
         call_reference, call_model: what is compared, with the inputs as keywords; both return probabilities.
         logits: the reference's module whose output is the logits.
+        decode_reference, decode_model: greedy decoding from the inputs, token ids as an array; None where the reference
+            has none.
         reference_masks, model_masks: the masks that each side's own functions build from the inputs.
     """
 
@@ -50,6 +52,8 @@ class Case:
     logits: str
     reference_masks: Callable[[Inputs], Inputs]
     model_masks: Callable[[Inputs], Inputs]
+    decode_reference: Callable[..., Any] | None = None
+    decode_model: Callable[..., Any] | None = None
 
     def __str__(self) -> str:
         return self.name

@@ -7,6 +7,7 @@ from flax import nnx
 
 import flax_transformer as ft
 from flax_transformer import masks
+from flax_transformer.decoding import translate_greedy
 from parity_tests.cases import Case
 
 
@@ -54,6 +55,28 @@ def _call_model(model, source, target):
     return model.probabilities(source, target, made["source"], made["target"])
 
 
+DECODED_LENGTH = 12
+START_ID = 1
+
+
+def _decode_reference(module, source, target):
+    """The document decodes one sentence at a time; a batch of them, one after another."""
+    import torch
+
+    from torch_reference.encoder_decoder import autoregressive_infer, create_pad_mask
+
+    del target
+    rows = [
+        autoregressive_infer(module, row, create_pad_mask(row), DECODED_LENGTH, START_ID) for row in source[:, None]
+    ]
+    return torch.cat(rows)
+
+
+def _decode_model(model, source, target):
+    del target
+    return translate_greedy(model, source, masks.padding_mask(source), start_id=START_ID, length=DECODED_LENGTH)
+
+
 def _config(dtype, *, src_vocab, tgt_vocab, d_model=512, d_ff=2048, h=8, N=6):  # noqa: N803  (the document's names)
     return ft.EncoderDecoderConfig.document(
         source_vocab_size=src_vocab,
@@ -83,6 +106,8 @@ def _case(name, size, *, B, S, T, **sizes):  # noqa: N803
         # Document masks have no head axis; this adds it, and no more.
         reference_masks=lambda inputs: {name: mask.unsqueeze(1) for name, mask in _reference_masks(inputs).items()},
         model_masks=_model_masks,
+        decode_reference=_decode_reference,
+        decode_model=_decode_model,
     )
 
 
