@@ -95,6 +95,22 @@ def test_one_bad_case_is_not_hidden_by_pooling():
     assert "in case 5" in finding.detail
 
 
+def test_infinities_at_the_same_place_leave_the_error_of_the_rest():
+    sample = single(noise(), 1, 15)
+    for array in (sample.reference, sample.candidate):
+        array[3, 5] = -np.inf
+    assert judgement.judge_values([sample]).passed
+    sample.candidate[0, 0] += 1
+    assert not judgement.judge_values([sample]).passed
+
+
+def test_what_is_copied_may_hold_nan_at_the_same_place():
+    a = noise()
+    a[1, 2] = np.nan
+    assert judgement.judge_equal([Sample(a, a.copy())]).passed
+    assert not judgement.judge_equal([Sample(a, noise())]).passed
+
+
 def test_a_dtype_without_a_rule_does_not_pass():
     a = noise().astype(np.float16)
     assert not judgement.judge_values([Sample(a, a, a.astype(np.float64))]).passed
