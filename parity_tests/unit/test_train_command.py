@@ -168,6 +168,17 @@ def test_the_seed_decides_a_run(finished, tmp_path):
     assert all(a != b for a, b in zip(curves[0], curves[1], strict=True))
 
 
+def test_the_seed_decides_the_first_weights(tmp_path):
+    text = write(tmp_path, PATTERN)
+
+    def first_weights(seed):
+        options = train.DecoderOnlyOptions(data=text, d_model=8, num_heads=2, num_layers=1, context_length=6, seed=seed)
+        return training.split_model(train.prepare_decoder_only(options).build_model())[1]["embedding.embedding"]
+
+    np.testing.assert_array_equal(first_weights(3), first_weights(3))
+    assert np.any(first_weights(3) != first_weights(4))
+
+
 def test_the_document_s_model_trains_as_written(tmp_path):
     output = tmp_path / "run"
     arguments = ["--preset", "document", "--data", write(tmp_path, PATTERN), "--steps", "2", "--generate-tokens", "3"]
@@ -289,6 +300,15 @@ def test_a_signal_ends_a_run_after_the_step_it_met_and_saves_that(finished, tmp_
     assert [entry["step"] for entry in metrics_of(output)] == [1, 3]
     assert runs.load_run(output).step == 3
     assert not (output / "results.json").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_mean_what_they_meant_once_the_loop_is_over(number):
+    before = signal.getsignal(number)
+    with progress.StopSignal() as stop:
+        assert signal.getsignal(number) != before
+    assert signal.getsignal(number) == before
+    assert stop.received is None
 
 
 def test_an_interrupt_outside_the_loop_ends_without_a_traceback(tmp_path, monkeypatch):
