@@ -1,6 +1,7 @@
 """Attention against loops over examples, heads and positions in NumPy, masks and fully masked rows included."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +51,7 @@ def weights_by_hand(query, key, mask) -> np.ndarray:
     return weights
 
 
-def weights_of(query, key, mask, *, mask_fill="dtype_min", config=None) -> jax.Array:
+def weights_of(query, key, mask, *, mask_fill: Any = "dtype_min", config=None) -> jax.Array:
     numerics = Numerics.of(config or double())
     mask = None if mask is None else jnp.asarray(mask)
     return attention_weights(jnp.asarray(query), jnp.asarray(key), mask=mask, mask_fill=mask_fill, numerics=numerics)
@@ -120,7 +121,7 @@ def test_bfloat16_weights_are_computed_in_float32():
     np.testing.assert_allclose(weights, exact, rtol=1e-5)  # bfloat16 scores would be off by 4e-3
 
 
-def randomised(module):
+def randomised(module) -> Any:
     rng = np.random.default_rng(5)
     for _, node in nnx.iter_graph(module):
         if isinstance(node, nnx.Param):
@@ -133,11 +134,11 @@ def apply_by_hand(linear, x):
     return x @ np.asarray(linear.kernel[...]) + bias
 
 
-def attention_by_hand(attention, query, key, value, mask, keep=1.0):
+def attention_by_hand(attention, inputs, mask, keep: Any = 1.0):
     """Head n uses the n-th slice of H columns of each projection; heads are laid side by side again."""
     q, k, v = (
         apply_by_hand(linear, x).reshape(B, -1, N, H)
-        for linear, x in ((attention.query, query), (attention.key, key), (attention.value, value))
+        for linear, x in zip((attention.query, attention.key, attention.value), inputs, strict=True)
     )
     weights = weights_by_hand(q, k, mask) * keep
     mixed = np.zeros((B, T, D))
@@ -146,7 +147,7 @@ def attention_by_hand(attention, query, key, value, mask, keep=1.0):
     return apply_by_hand(attention.output, mixed)
 
 
-def random_inputs() -> list[np.ndarray]:
+def random_inputs() -> list[Any]:
     rng = np.random.default_rng(6)
     return [rng.standard_normal((B, length, D)) for length in (T, S, S)]
 
@@ -156,7 +157,7 @@ def random_inputs() -> list[np.ndarray]:
 def test_multi_head_attention_is_its_formula(float64, projections, bias):
     attention = randomised(MultiHeadAttention(double(projection_bias=bias), projections=projections, rngs=nnx.Rngs(0)))
     inputs, mask = random_inputs(), random_mask(B, 1, T, S)
-    expected = attention_by_hand(attention, *inputs, mask)
+    expected = attention_by_hand(attention, inputs, mask)
     actual = attention(*map(jnp.asarray, inputs), jnp.asarray(mask))
     np.testing.assert_allclose(actual, expected, rtol=1e-11, atol=1e-12)
     assert actual.dtype == jnp.float64
@@ -189,7 +190,7 @@ def test_attention_dropout_acts_on_the_weights_at_its_own_rate(float64):
     actual = attention(*map(jnp.asarray, inputs), None, source)
     assert source.asked == [((B, N, T, S), 0.2)]
     keep = np.where(np.arange(S) % 2 == 0, 1 / 0.8, 0.0)
-    np.testing.assert_allclose(actual, attention_by_hand(attention, *inputs, True, keep), rtol=1e-11, atol=1e-12)
+    np.testing.assert_allclose(actual, attention_by_hand(attention, inputs, True, keep), rtol=1e-11, atol=1e-12)
 
 
 def test_a_fully_masked_query_is_the_mean_of_the_values_or_nan_and_no_other_row_changes(float64):
@@ -211,6 +212,8 @@ def test_a_fully_masked_query_is_the_mean_of_the_values_or_nan_and_no_other_row_
 
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
 def test_attention_returns_the_compute_type(compute):
-    attention = MultiHeadAttention(config_of(compute_dtype=compute), projections="separate", rngs=nnx.Rngs(0))
+    attention = randomised(
+        MultiHeadAttention(config_of(compute_dtype=compute), projections="separate", rngs=nnx.Rngs(0))
+    )
     inputs = (jnp.asarray(x, compute) for x in random_inputs())
     assert attention(*inputs, None).dtype == compute
