@@ -12,7 +12,7 @@ import platform
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -159,9 +159,7 @@ def prepare_decoder_only(options: DecoderOnlyOptions) -> Job:
     Raises:
         ValueError: whatever the user has to change.
     """
-    recipe = RECIPES[options.preset]
-    given = {field.name: getattr(options, field.name) for field in dataclasses.fields(Recipe) if field.name in _SHARED}
-    recipe = dataclasses.replace(recipe, **{name: value for name, value in given.items() if value is not None})
+    recipe = dataclasses.replace(RECIPES[options.preset], **_given(options, dataclasses.fields(Recipe)))
     _refuse_bad_numbers(options, recipe)
 
     corpus = data.default_corpus() if options.data is None else data.read_corpus(options.data)
@@ -169,11 +167,9 @@ def prepare_decoder_only(options: DecoderOnlyOptions) -> Job:
     ids = tokenizer.encode(corpus.text)
     parts = data.split(ids)
     data.check_split(parts, context_length=recipe.context_length, source=corpus.name)
-    prompt = tokenizer.decode(parts.validation[:16]) if options.prompt is None else options.prompt
-    tokenizer.encode(prompt)
+    prompt = parts.validation[:16] if options.prompt is None else tokenizer.encode(options.prompt)
 
-    sizes = {name: getattr(options, name) for name in ("d_model", "num_heads", "num_layers", "dropout")}
-    sizes = {name: value for name, value in sizes.items() if value is not None}
+    sizes = _given(options, dataclasses.fields(DecoderOnlyConfig))
     if options.d_model is not None:
         sizes["d_ff"] = 4 * options.d_model
     config = PRESETS[options.preset](vocab_size=tokenizer.vocab_size, max_length=recipe.context_length, **sizes)
@@ -228,7 +224,10 @@ def prepare_decoder_only(options: DecoderOnlyOptions) -> Job:
     )
 
 
-_SHARED = ("steps", "batch_size", "context_length", "learning_rate", "vocabulary")
+def _given(options: DecoderOnlyOptions, fields: Iterable[dataclasses.Field]) -> dict[str, Any]:
+    """The options that the user gave, of those that are named as one of the fields."""
+    names = {field.name for field in fields} & {field.name for field in dataclasses.fields(options)}
+    return {name: value for name in sorted(names) if (value := getattr(options, name)) is not None}
 
 
 def _refuse_bad_numbers(options: DecoderOnlyOptions, recipe: Recipe) -> None:

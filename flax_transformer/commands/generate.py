@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 import jax
 import jax.numpy as jnp
 import tyro
+from jax.typing import ArrayLike
 
 from flax_transformer import decoding
 from flax_transformer.commands.runs import load_run
@@ -50,16 +51,16 @@ class Generate:
     sampling: tyro.conf.OmitArgPrefixes[Sampling] = Sampling()
 
 
-def continue_text(model: DecoderOnly, tokenizer: Tokenizer, prompt: str, *, tokens: int, sampling: Sampling) -> str:
-    """`prompt` and its continuation.
+def continue_text(
+    model: DecoderOnly, tokenizer: Tokenizer, prompt: ArrayLike, *, tokens: int, sampling: Sampling
+) -> str:
+    """The text of the ids `prompt`, shape (P,), and of the ids that the model continues it with.
 
     Raises:
-        ValueError: an empty prompt, one with tokens that the vocabulary lacks, or a number out of range.
+        ValueError: an empty prompt, or a number out of range.
     """
-    if not prompt:
-        raise ValueError("the prompt must hold at least one character; give some text to continue")
     top_k = sampling.top_k and min(sampling.top_k, tokenizer.vocab_size)  # a small vocabulary has no 40 to choose from
-    ids = jnp.asarray(tokenizer.encode(prompt))[None]
+    ids = jnp.asarray(prompt, jnp.int32)[None]
     if sampling.method == "greedy":
         result = decoding.generate_greedy(model, ids, num_tokens=tokens)
     else:
@@ -71,7 +72,7 @@ def continue_text(model: DecoderOnly, tokenizer: Tokenizer, prompt: str, *, toke
             temperature=sampling.temperature,
             top_k=top_k,
         )
-    return prompt + tokenizer.decode(jax.device_get(result[0, ids.shape[1] :]))
+    return tokenizer.decode(jax.device_get(result[0]))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -79,7 +80,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = tyro.cli(Generate, prog="python -m flax_transformer.commands.generate", args=arguments)
     try:
         run = load_run(options.run)
-        text = continue_text(run.model, run.tokenizer, options.prompt, tokens=options.tokens, sampling=options.sampling)
+        if not options.prompt:
+            raise ValueError("--prompt must hold at least one character; give some text to continue")
+        prompt = run.tokenizer.encode(options.prompt)
+        text = continue_text(run.model, run.tokenizer, prompt, tokens=options.tokens, sampling=options.sampling)
     except ValueError as error:
         print(f"generate: {error}", file=sys.stderr)
         return 2

@@ -200,6 +200,16 @@ def test_a_text_with_carriage_returns_emoji_and_special_tokens_is_text(tmp_path)
     assert runs.load_run(output).tokenizer.decode(runs.load_run(output).tokenizer.encode(content)) == content
 
 
+def test_a_sample_may_begin_inside_a_character(tmp_path):
+    """The validation text begins wherever 90 % of the tokens end; these four-byte characters are several tokens each."""
+    content = "".join(chr(0x13000 + number % 50) for number in range(403))
+    output = tmp_path / "run"
+    arguments = ["--data", write(tmp_path, content), *TINY, "--steps", "2", "--output", output]
+    ids = runs.Tokenizer.build(content).encode(content)
+    assert "\ufffd" in runs.Tokenizer.build(content).decode(data.split(ids).validation[:16])
+    assert call(train.main, *arguments)[::2] == (0, "")
+
+
 @pytest.fixture
 def no_model(monkeypatch):
     def refuse(*arguments, **options):
