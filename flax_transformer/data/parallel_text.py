@@ -26,14 +26,14 @@ _NOT_UTF8 = "bytes that are not UTF-8 in its {}"
 _EMPTY = "an empty {}"
 _LONG = "a {} of more than {} characters"
 
-# What to say of a kind besides "mend them or skip them".
+# How to mend a kind, where that is not plain.
 _REMEDIES = {
     _NO_TAB: "a line is a source, one tab and its target",
     _MANY_TABS: "keep two columns of more with cut -f1,2",
-    _NOT_UTF8.format("source"): "convert a file from what it is with, for instance, iconv -f WINDOWS-1252 -t UTF-8",
-    _NOT_UTF8.format("target"): "convert a file from what it is with, for instance, iconv -f WINDOWS-1252 -t UTF-8",
+    _NOT_UTF8.format("source"): "convert the file, for instance with iconv -f WINDOWS-1252 -t UTF-8",
+    _NOT_UTF8.format("target"): "convert the file, for instance with iconv -f WINDOWS-1252 -t UTF-8",
 }
-_UNEVEN_REMEDY = "look for a line that is missing before the end, since every pair after it is wrong and not seen to be"
+_UNEVEN_REMEDY = "look for a line that is missing before the end, since it makes every pair after it wrong"
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ def split_pairs(text: ParallelText, *, seed: int, fraction: float = 0.02, at_mos
         )
     key = seed.to_bytes(8, "little")
     places = {source: hashlib.blake2b(source.encode(), key=key, digest_size=16).digest() for source in counts}
-    room = min(max(round(fraction * len(text)), 1), at_most, len(text) - 1)
+    room = min(round(fraction * len(text)), at_most, len(text) - 1)
     held: set[str] = set()
     for source in sorted(counts, key=places.__getitem__):
         if counts[source] <= room:
@@ -265,12 +265,12 @@ class _Checker:
     def result(self, name: str, remedies: dict[str, str]) -> CheckedText:
         defects = [Defect(kind, len(lines), tuple(lines[:_SHOWN_LINES])) for kind, lines in self._bad.items()]
         report = PairReport(name, len(self._good) + sum(map(len, self._bad.values())), tuple(defects))
-        hints = list(dict.fromkeys(remedies[kind] for kind in self._bad if kind in remedies))
+        hints = dict.fromkeys(remedies[kind] for kind in self._bad if kind in remedies)
+        mend = "mend them" + (": " + "; ".join(hints) if hints else "")
         if report.bad and self._bad_pairs == "refuse":
-            hints.append("mend the lines, or leave them out: bad_pairs 'skip' (--bad-pairs skip)")
-            raise ValueError(f"{report}. {'; '.join(hints)}")
+            raise ValueError(f"{report}; leave them out with bad_pairs 'skip' (--bad-pairs skip), or {mend}")
         if not self._good:
-            raise ValueError(f"{report}. {'; '.join([*hints, 'there must be at least one good pair'])}")
+            raise ValueError(f"{report}; at least one must be good, so {mend}")
         return CheckedText(ParallelText(name, *zip(*self._good, strict=True)), report)
 
 

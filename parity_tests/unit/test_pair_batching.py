@@ -134,14 +134,15 @@ def test_a_pair_has_any_place_of_the_epoch():
 
 
 def test_the_order_is_the_same_on_every_machine_and_version():
-    # The ranks of words 1 to 7 of Philox 4x64-10 with key (3, 0) and counter (1, 0, 5, 0) onwards order the pairs, the
-    # ranks of words 8 to 11 the batches (0, 1), (2, 3), (4, 5), (6,) of them.
-    made = PairBatches(make_pairs([5] * 7, [3] * 7, max_length=8), batch_size=2, seed=3)
+    # The ranks of words 1 to 7 of Philox 4x64-10 with key (3, 0) and counter (1, 0, 5, 0) onwards order the pairs of each
+    # bucket, here the even and the odd ones; the ranks of words 8 to 11 order the batches, two of each bucket.
+    made = PairBatches(make_pairs([5, 13] * 3 + [5], [3] * 7, max_length=16), batch_size=2, seed=3)
     words = np.random.Philox(key=3, counter=[0, 0, 5, 0]).random_raw(11).tolist()
-    order = sorted(range(7), key=words[:7].__getitem__)
-    expected = [order[2 * i : 2 * i + 2] for i in sorted(range(4), key=words[7:].__getitem__)]
+    orders = [sorted(range(first, 7, 2), key=words[:7].__getitem__) for first in (0, 1)]
+    cut = [order[start : start + 2] for order in orders for start in (0, 2)]
+    expected = [cut[i] for i in sorted(range(4), key=words[7:].__getitem__)]
     got = [((b.target_input[b.weights.any(axis=1), 1] - 10_000) // 3).tolist() for b in epoch(made, 5)]
-    assert got == expected == [[3, 1], [5, 0], [6], [2, 4]]
+    assert got == expected == [[0, 2], [4, 6], [5], [3, 1]]
 
 
 def positions(lengths, needed, batch_size: int) -> int:

@@ -70,9 +70,11 @@ BAD_LINES = {
 @pytest.mark.parametrize("line", BAD_LINES)
 def test_a_bad_line_is_refused_with_its_kind_and_number_or_skipped(write, line):
     path = write("pairs.tsv", b"one\tun\n" + line + b"\nthree\ttrois\n")
-    with pytest.raises(ValueError, match=r"--bad-pairs skip\)$") as caught:
+    with pytest.raises(
+        ValueError, match=r"leave them out with bad_pairs .skip. \(--bad-pairs skip\), or mend them"
+    ) as caught:
         read_tab_separated(path, max_characters=11)
-    assert str(caught.value).startswith(f"'{path}': 1 of 3 pairs are bad: {BAD_LINES[line]}. ")
+    assert str(caught.value).startswith(f"'{path}': 1 of 3 pairs are bad: {BAD_LINES[line]}; leave them out")
     assert "\n" not in str(caught.value)
     skipped = read_tab_separated(path, max_characters=11, bad_pairs="skip")
     assert (skipped.text.sources, skipped.text.targets) == (("one", "three"), ("un", "trois"))
@@ -95,7 +97,7 @@ def test_a_kind_that_has_a_remedy_names_it(write, line, remedy):
 def test_characters_are_counted_not_bytes(write):
     path = write("pairs.tsv", "🙂" * 11 + "\té")
     assert read_tab_separated(path, max_characters=11).report.bad == 0
-    with pytest.raises(ValueError, match="a source of more than 10 characters"):
+    with pytest.raises(ValueError, match=r"a source of more than 10 characters .*, or mend them$"):
         read_tab_separated(path, max_characters=10)
 
 
@@ -114,7 +116,7 @@ def test_all_kinds_are_listed_at_once_with_their_counts_and_first_lines(write):
     path = write("pairs.tsv", "\n".join(lines))
     with pytest.raises(ValueError, match=r"9 of 20 pairs are bad") as caught:
         read_tab_separated(path)
-    assert "2 with more than one tab (lines 2, 19); 7 with an empty target (lines 3, 5, 7, 8, 11, ...). " in str(
+    assert "2 with more than one tab (lines 2, 19); 7 with an empty target (lines 3, 5, 7, 8, 11, ...); leave" in str(
         caught.value
     )
     report = read_tab_separated(path, bad_pairs="skip").report
@@ -131,7 +133,7 @@ def test_surplus_lines_of_one_file_are_refused_or_skipped(write, sources, target
     listing = f"2 with no {lacking}, since the files have {sources} and {targets} lines (lines 4, 5)"
     with pytest.raises(ValueError, match="a line that is missing before the end") as caught:
         read_two_files(source, target)
-    assert str(caught.value).startswith(f"'{source}' and '{target}': 2 of 5 pairs are bad: {listing}. ")
+    assert str(caught.value).startswith(f"'{source}' and '{target}': 2 of 5 pairs are bad: {listing}; leave them out")
     skipped = read_two_files(source, target, bad_pairs="skip")
     assert (skipped.text.sources, skipped.text.targets) == (("s0", "s1", "s2"), ("t0", "t1", "t2"))
     assert listing in str(skipped.report)
@@ -150,7 +152,9 @@ def test_bad_lines_of_two_files_are_left_out_of_both(write):
 
 def test_nothing_left_after_skipping_is_an_error(write):
     path = write("pairs.txt", "one\ntwo\n")
-    with pytest.raises(ValueError, match=r"2 of 2 pairs are bad: 2 with no tab .* at least one good pair$"):
+    with pytest.raises(
+        ValueError, match=r"2 of 2 pairs are bad: 2 with no tab .*; at least one must be good, so mend them: "
+    ):
         read_tab_separated(path, bad_pairs="skip")
 
 
