@@ -1,6 +1,7 @@
 """Small models for the unit tests: no two sizes equal, and every parameter random, biases and norms too."""
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,11 +11,12 @@ from flax import nnx
 import flax_transformer as ft
 from flax_transformer.config import DecoderOnlyConfig, EncoderDecoderConfig, TransformerConfig
 from flax_transformer.layers import sinusoidal_table
+from flax_transformer.weights.transfer import variables
 
 SIZES = dict(d_model=12, d_ff=20, num_heads=3, num_layers=2, max_length=17)
 SOURCE_VOCABULARY, TARGET_VOCABULARY = 11, 13
 BATCH, SOURCE, TARGET = 3, 7, 5
-DOUBLE = dict(param_dtype="float64", compute_dtype="float64")
+DOUBLE: dict[str, Any] = dict(param_dtype="float64", compute_dtype="float64")
 
 SOURCE_IDS: Any = np.random.default_rng(10).integers(1, SOURCE_VOCABULARY, (BATCH, SOURCE), np.int32)
 TARGET_IDS: Any = np.random.default_rng(11).integers(1, TARGET_VOCABULARY, (BATCH, TARGET), np.int32)
@@ -80,3 +82,19 @@ def random_ids(config: TransformerConfig) -> tuple[Any, ...]:
     if isinstance(config, EncoderDecoderConfig):
         return SOURCE_IDS, TARGET_IDS
     return (TARGET_IDS,)
+
+
+def bits_of(model) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """Everything that a model keeps, so that two models compare bit for bit."""
+    return {name: bits(variable[...]) for name, variable in variables(model)}
+
+
+def bits(value: Any) -> tuple[str, tuple[int, ...], bytes]:
+    array = np.asarray(value)
+    return array.dtype.name, array.shape, array.tobytes()
+
+
+def assert_same_arrays(actual: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    assert set(actual) == set(expected)
+    for key in expected:
+        assert bits(actual[key]) == bits(expected[key]), key
