@@ -57,6 +57,13 @@ def value(parameter) -> np.ndarray:
     return np.asarray(parameter[...])
 
 
+class KeepFirstFeatures(DropoutSource):
+    """A mask that can be written down: the first half of the features is kept, and scaled."""
+
+    def keep(self, shape, rate):
+        return jnp.broadcast_to(jnp.arange(shape[-1]) < shape[-1] // 2, shape)
+
+
 # Linear maps
 
 
@@ -297,6 +304,13 @@ def test_learned_positions_are_a_parameter_whose_first_rows_are_added(float64):
     np.testing.assert_array_equal(positions(jnp.asarray(x)), x + value(positions.table)[:5])
 
 
+def test_positions_are_added_before_the_dropout(float64):
+    positions = randomised(Positions(double(position_table="learned", dropout=0.2), rngs=nnx.Rngs(0)))
+    x = random_activations(2, 5, 14)
+    expected = (x + value(positions.table)[:5]) * np.where(np.arange(14) < 7, 1 / 0.8, 0)
+    np.testing.assert_allclose(positions(jnp.asarray(x), KeepFirstFeatures()), expected, rtol=1e-13)
+
+
 # Feed-forward and residuals
 
 
@@ -317,21 +331,17 @@ def test_an_activation_is_its_formula(float64, name):
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS_BY_HAND)
-def test_the_feed_forward_network_is_its_formula(float64, name):
-    network = randomised(FeedForward(double(activation=name), rngs=nnx.Rngs(0)))
+@pytest.mark.parametrize("source", [None, KeepFirstFeatures()], ids=["deterministic", "dropout"])
+def test_the_feed_forward_network_is_its_formula(float64, name, source):
+    network = randomised(FeedForward(double(activation=name, activation_dropout=0.2), rngs=nnx.Rngs(0)))
     assert (network.up.kernel.shape, network.down.kernel.shape) == ((14, 20), (20, 14))
     x = random_activations(2, 3, 14)
     inner = x @ value(network.up.kernel) + value(network.up.bias)
     active = np.vectorize(ACTIVATIONS_BY_HAND[name])(inner)
+    if source is not None:
+        active *= np.where(np.arange(20) < 10, 1 / 0.8, 0)
     expected = active @ value(network.down.kernel) + value(network.down.bias)
-    np.testing.assert_allclose(network(jnp.asarray(x)), expected, rtol=1e-11, atol=1e-11)
-
-
-class KeepFirstFeatures(DropoutSource):
-    """A mask that can be written down: the first half of the features is kept."""
-
-    def keep(self, shape, rate):
-        return jnp.broadcast_to(jnp.arange(shape[-1]) < shape[-1] // 2, shape)
+    np.testing.assert_allclose(network(jnp.asarray(x), source), expected, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize("position", ["pre", "post", "both"])
