@@ -102,6 +102,8 @@ def test_a_right_port_passes_eager_and_compiled(module, reference):
         assert {row.name for row in verdict.rungs[4].rows} == {
             "first#0", "norm#0", "query#0", "key#0", "first#1", "head#0", "#0",
         }  # fmt: skip
+        ran = [key for key in reference.activations if key != "dropout#0"]
+        assert [row.name for row in verdict.rungs[1].rows if "#" in row.name] == ran, "in order of execution"
         assert verdict.unmatched == ("module dropout of the reference, called 1 times",)
 
 
@@ -249,6 +251,21 @@ def test_the_first_divergence_is_the_first_in_the_references_order_of_execution(
     assert verdict.first_divergence.row.name == "key#0"
 
 
+def test_a_missing_call_does_not_hide_an_earlier_divergence(reference):
+    activations = {**reference.activations, "first#0": reference.activations["first#0"] + 1e-3}
+    del activations["head#0"]
+    verdict = parity.compare(reference, dataclasses.replace(reference, activations=activations))
+    assert [row.name for row in verdict.rungs[4].rows if not row.passed] == ["first#0", "head#0"]
+
+
+def test_another_number_of_final_outputs_diverges_where_the_calls_agree(reference):
+    twice = {"/0": reference.outputs[""], "/1": reference.outputs[""]}
+    found = parity.compare(reference, dataclasses.replace(reference, outputs=twice)).first_divergence
+    assert found is not None
+    assert (found.rung, found.row.name) == ("shapes", "output")
+    assert found.row.detail.startswith("is 2 arrays")
+
+
 def test_nothing_compared_is_an_error_and_never_a_pass(reference):
     empty = {"activations": {}, "outputs": {}}
     for changes in (empty, {"outputs": {}}, {"activations": {}}, {"outputs": {"": np.full((B, T, V), np.nan)}}):
@@ -274,7 +291,10 @@ def test_different_inputs_are_an_error_that_names_them(module, reference):
 
 def test_inputs_by_place_on_one_side_and_by_keyword_on_the_other_are_compared_in_order(module, reference):
     x, mask = draw()
-    assert parity.compare(reference, parity.record_flax(Port(module), {"x": x, "mask": mask})).passed
+    by_keyword = parity.record_flax(Port(module), {"x": x, "mask": mask})
+    assert parity.compare(reference, by_keyword).passed
+    reordered = dataclasses.replace(by_keyword, inputs={"mask": mask, "x": x})
+    assert parity.compare(by_keyword, reordered).passed, "equal names count for more than the order"
 
 
 def test_recordings_of_different_dtypes_are_an_error(module, reference):
@@ -311,6 +331,9 @@ def test_the_truth_must_be_of_the_same_rounded_numbers(module):
     runs = [parity.record_torch(module, inputs, dtype=dtype) for dtype in ("float32", "float64")]
     with pytest.raises(ValueError, match="inputs/0 of the truth is not the reference's"):
         parity.compare(runs[0], runs[0], truth=runs[1])
+    features = parity.record_torch(module, inputs, call=lambda model, x, mask: model.first(x))
+    with pytest.raises(ValueError, match="the truth has other activations than the reference"):
+        parity.compare(runs[0], runs[0], truth=features)
 
 
 def test_pooling_over_seeds_passes_right_ports_and_needs_sixteen(module):
@@ -324,6 +347,8 @@ def test_pooling_over_seeds_passes_right_ports_and_needs_sixteen(module):
     assert "over 16 cases" in verdict.rungs[-1].rows[0].detail
     with pytest.raises(ValueError, match=r"at least 16 .* got \(16, 15, 16\)"):
         parity.compare_pooled(references, candidates[1:], truths=truths)
+    with pytest.raises(ValueError, match=r"at least 16 .* got \(15, 15, 15\)"):
+        parity.compare_pooled(references[1:], candidates[1:], truths=truths[1:])
     candidates[3] = dataclasses.replace(candidates[3], outputs={"/0": candidates[3].outputs[""]})
     with pytest.raises(ValueError, match="case 3: the candidate has other names or calls than in case 0"):
         parity.compare_pooled(references, candidates, truths=truths)

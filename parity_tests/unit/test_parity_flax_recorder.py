@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.core import Tracer
 
 from flax_transformer import parity
 
@@ -75,6 +76,18 @@ def test_every_call_is_recorded_in_order_under_path_number_and_place(execution):
     assert list(recording.outputs) == ["/x", "/pair/0"]
 
 
+def test_the_model_runs_operation_by_operation_or_compiled():
+    traced = []
+
+    def call(model, x):
+        traced.append(isinstance(x, Tracer))
+        return model(x)
+
+    for execution in ("eager", "jit"):
+        parity.record_flax(Net(), X, execution=execution, call=call)
+    assert traced == [False, True]
+
+
 @pytest.mark.parametrize("execution", ["eager", "jit"])
 def test_shared_modules_and_parameters_appear_once_with_all_their_names(execution):
     recording = parity.record_flax(Net(), X, execution=execution)
@@ -92,6 +105,8 @@ def test_the_module_its_classes_and_the_64_bit_switch_are_left_as_they_were(exec
     before = {cls: dict(vars(cls)) for cls in (Scale, Shifted, Heir, Net, nnx.Dropout, nnx.List)}
     parity.record_flax(net, X, execution=execution)
     assert before == {cls: dict(vars(cls)) for cls in before}
+    assert "__call__" not in vars(Heir)
+    assert Scale.__call__.__code__.co_filename == __file__
     assert net.calls[...] == 0
     assert not net.dropout.deterministic
     assert net.zeta.factor.dtype == jnp.float32

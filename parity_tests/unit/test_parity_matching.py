@@ -208,6 +208,39 @@ def test_a_rule_claims_its_names_and_none_exempts_one():
     assert parity.compare(reference, candidate, exempt).unmatched == ()
 
 
+def test_what_is_left_matches_in_order_of_execution_and_not_of_names():
+    reference = recorded({"one.w": draw(5), "two.w": draw(5, seed=1)}, ["one#0", "two#0", "#0"])
+    candidate = recorded({"a.v": draw(5, seed=2), "b.v": draw(5, seed=3)}, ["b#0", "a#0", "#0"])
+    matches = found(parity.compare(reference, candidate))
+    assert (matches["one.w"], matches["two.w"]) == (("b.v", "shape and order"), ("a.v", "shape and order"))
+
+
+def test_a_rule_replaces_the_equal_name():
+    reference = recorded({"a.w": draw(5)}, ["a#0", "#0"])
+    candidate = recorded({"a.w": draw(5, seed=1), "b.w": draw(5)}, ["b#0", "#0"])
+    verdict = parity.compare(reference, candidate, parity.Rules(parameters={"a.w": "b.w"}, modules={"a": "b"}))
+    assert [(row.name, row.detail) for rung in verdict.rungs for row in rung.rows if not row.passed] == [
+        ("a.w", "is in the candidate only")
+    ]
+
+
+def test_parameters_are_listed_in_the_order_in_which_their_modules_ran():
+    reference = recorded({"a.w": draw(5), "b.w": draw(5, seed=1)}, ["b#0", "a#0", "#0"])
+    wrong = recorded({"a.w": draw(5, seed=2), "b.w": draw(5, seed=3)}, ["b#0", "a#0", "#0"])
+    failed = [row.name for rung in parity.compare(reference, wrong).rungs for row in rung.rows if not row.passed]
+    assert failed == ["b.w", "a.w"]
+
+
+def test_a_module_that_returns_booleans_is_on_the_rung_of_masks():
+    reference = recorded({}, ["mask#0", "#0"])
+    runs = [
+        dataclasses.replace(reference, activations={**reference.activations, "mask#0": np.tri(3, 3, k) > 0})
+        for k in (0, 1)
+    ]
+    verdict = parity.compare(runs[0], runs[1])
+    assert [(r.name, row.name) for r in verdict.rungs for row in r.rows if not row.passed] == [("masks", "mask#0")]
+
+
 def test_with_rules_nothing_is_guessed():
     reference, candidate = recorded({"a.weight": draw(5)}, ["#0"]), recorded({"a.scale": draw(5)}, ["#0"])
     assert parity.compare(reference, candidate).passed
