@@ -355,7 +355,7 @@ def test_a_damaged_run_is_one_line_naming_the_file(finished, tmp_path, damage, w
 def test_help_explains_the_command(arguments):
     status, out, err = call(train.main, *arguments)
     assert (status, err) == (0, "")
-    wanted = ["decoder-only", "baseline"] if len(arguments) == 1 else ["--data", "--vocabulary", "600 steps of 16 x 64"]
+    wanted = ["decoder-only", "baseline"] if len(arguments) == 1 else ["--data", "--vocabulary", "900 steps of 8 x 64"]
     assert all(words in " ".join(out.split()) for words in wanted)
 
 
