@@ -115,7 +115,9 @@ def test_what_broadcasts_to_the_models_shape_is_required_and_no_more(shape):
     require_mask(None, (3, 5, 7), name="mask")
 
 
-@pytest.mark.parametrize("shape", [(2, 1, 5, 7), (3, 4, 5, 7), (3, 1, 7, 5), (3, 1, 5, 5), (3, 1, 7, 7), (0, 1, 5, 7)])
+@pytest.mark.parametrize(
+    "shape", [(2, 1, 5, 7), (3, 4, 5, 7), (3, 1, 7, 5), (3, 1, 5, 5), (3, 1, 7, 7), (0, 1, 5, 7), (4, 1, 6, 8)]
+)
 def test_another_shape_is_refused(shape):
     words = f"source_mask of decode must be broadcastable to (B, 1, T, S) = (3, 1, 5, 7), got shape {shape}"
     with pytest.raises(ValueError, match=re.escape(words)):

@@ -132,8 +132,9 @@ def test_every_preset_comes_back_bit_for_bit_from_pytorch_names(name):
 
 
 @both_documents
-def test_exported_arrays_may_be_saved_by_anyone(tmp_path, name):
-    state = to_torch(model_of(name))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_exported_arrays_may_be_saved_by_anyone(tmp_path, name, dtype):
+    state = to_torch(model_of(name, param_dtype=dtype))
     safetensors.numpy.save_file(state, tmp_path / "state")  # 0.8.0 would scramble an array that is transposed in memory
     assert_same_arrays(safetensors.numpy.load_file(tmp_path / "state"), state)
     assert all(array.flags.owndata for array in state.values())
