@@ -1,0 +1,399 @@
+"""How a pure step is laid over devices: `jit` over a mesh, or `pmap`. The only file that says pmap.
+
+    parallel.initialise_distributed("auto")             # only where several processes train one model
+    layout = parallel.layout("jit")                     # or "pmap"; all devices of all processes
+    step = layout.compile_train_step(structure, next_token_loss, optimizer)
+    state = layout.place_state(state)
+    for batch in batches:                               # the global batch, in every process the same
+        state, metrics = step(state, layout.place_batch(batch))
+    state = layout.unplace_state(state)                 # one copy on the host
+
+Every device holds the whole state and an equal share of the examples. Losses and gradients are sums over all devices,
+divided once by the weight of the global batch: never means of means, which weigh the tokens of a device with much
+padding more. Dropout depends on the place of an example in the global batch. So every layout takes the same step, up
+to the order in which numbers are added.
+
+Several processes run the same program on the same global batches, each on its own devices.
+"""
+
+import abc
+import functools
+import socket
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, final
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from flax_transformer.losses import LossSums
+from flax_transformer.training import (
+    LossFunction,
+    Metrics,
+    ModelStructure,
+    TrainState,
+    make_eval_step,
+    make_train_step,
+)
+
+Kind = Literal["jit", "pmap"]
+Devices = Sequence[Any]  # of jax.Device, which jax exports as a value and not as a type
+DATA = "data"  # the mesh axis that examples are spread over
+
+
+class PlacedBatch(NamedTuple):
+    """A global batch on the devices of a layout.
+
+    Attributes:
+        batch: the batch that `place_batch` was given, its leaves as arrays of the layout.
+        examples: int32, the places of its examples in the global batch.
+    """
+
+    batch: Any
+    examples: jax.Array
+
+
+TrainStep = Callable[[TrainState, PlacedBatch], tuple[TrainState, Metrics]]
+EvalStep = Callable[[TrainState, PlacedBatch], LossSums]
+
+
+class Layout(abc.ABC):
+    """Where the state, the batches and the step of a training run are.
+
+    What its methods return belongs together: steps take the states and batches of the layout that compiled them. The
+    metrics and sums that a step returns are scalars on the device in every layout; `jax.device_get` waits for them.
+
+    Args:
+        devices: those to train on, in several processes the same in each.
+
+    Attributes:
+        devices: the same, those of one process after those of another.
+
+    Raises:
+        ValueError: no device, one twice, or not equally many of every process.
+    """
+
+    def __init__(self, devices: Devices) -> None:
+        self.devices = tuple(sorted(devices, key=lambda device: device.process_index))
+        _check_devices(self.devices)
+        self._mesh = Mesh(np.asarray(self.devices), (DATA,), axis_types=(AxisType.Auto,))
+
+    @abc.abstractmethod
+    def place_state(self, state: TrainState) -> TrainState:
+        """A copy of the state on every device. Nothing of `state` is shared: a step deletes what it is given."""
+
+    @abc.abstractmethod
+    def unplace_state(self, state: TrainState) -> TrainState:
+        """One copy of the state as numpy arrays, to be saved, or merged after a `jax.device_put`."""
+
+    def place_batch(self, batch: Any) -> PlacedBatch:
+        """A global batch, spread over the devices: the first of B / devices examples on the first, and so on.
+
+        Args:
+            batch: a pytree of numpy arrays whose first axis is the examples, B. Every process gives the same one; the
+                rows that its own devices hold are what it puts there.
+
+        Raises:
+            ValueError: the leaves differ in B, or see `check_batch_size`.
+        """
+        shapes = [np.shape(leaf) for leaf in jax.tree.leaves(batch)]
+        sizes = {shape[:1] for shape in shapes}
+        if len(sizes) != 1 or () in sizes:
+            raise ValueError(
+                f"the arrays of a batch must have one first axis, its examples; got shapes {shapes}. Give the global "
+                "batch, padded to one size."
+            )
+        ((size,),) = sizes
+        self.check_batch_size(size)
+        rows = (batch, np.arange(size, dtype=np.int32))
+        return PlacedBatch(*jax.tree.map(lambda leaf: self._put_rows(np.asarray(leaf)), rows))
+
+    def check_batch_size(self, batch_size: int) -> None:
+        """Raises ValueError if so many examples, the global batch, cannot be spread equally over the devices."""
+        count = len(self.devices)
+        if batch_size < 1 or batch_size % count:
+            below = batch_size // count * count
+            sizes = " or ".join(str(size) for size in (below, below + count) if size > 0)
+            raise ValueError(
+                f"the batch size must be a multiple of the number of devices, {count}, which share its examples equally; "
+                f"got {batch_size}. Give {sizes}, or other devices."
+            )
+
+    def compile_train_step(
+        self, structure: ModelStructure, loss: LossFunction, optimizer: optax.GradientTransformation
+    ) -> TrainStep:
+        """`training.make_train_step` for this layout. It compiles when it is first called, and donates its state."""
+        train_step = make_train_step(structure, loss, optimizer, reduce=self._reduce)
+
+        def step(state: TrainState, placed: PlacedBatch) -> tuple[TrainState, Metrics]:
+            return train_step(state, placed.batch, placed.examples)
+
+        return self._in_turn(self._compile_train(step))
+
+    def compile_eval_step(self, structure: ModelStructure, loss: LossFunction) -> EvalStep:
+        """`training.make_eval_step` for this layout: the sums over the global batch, without dropout."""
+        eval_step = make_eval_step(structure, loss)
+
+        def step(state: TrainState, placed: PlacedBatch) -> LossSums:
+            return self._reduce(eval_step(state.parameters, state.buffers, placed.batch))
+
+        return self._in_turn(self._compile_eval(step))
+
+    @abc.abstractmethod
+    def _put_rows(self, leaf: np.ndarray) -> jax.Array:
+        """A leaf of a global batch, on the devices."""
+
+    @abc.abstractmethod
+    def _reduce(self, tree: Any) -> Any:
+        """The sum over the parts of the global batch, from inside the step of one part."""
+
+    @abc.abstractmethod
+    def _compile_train(self, step: TrainStep) -> TrainStep: ...
+
+    @abc.abstractmethod
+    def _compile_eval(self, step: EvalStep) -> EvalStep: ...
+
+    def _in_turn(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        # The CPU devices of a process share one pool of threads, and one that waits for the others in a sum keeps its
+        # thread. With two steps under way there may be no thread left for the one that all wait for.
+        if self.devices[0].platform != "cpu" or len(self.devices) == 1:
+            return step
+        return functools.wraps(step)(lambda *arguments: jax.block_until_ready(step(*arguments)))
+
+
+@final
+class JitLayout(Layout):
+    """Global arrays on a mesh with the axis `DATA`: the compiler splits one program for the whole batch."""
+
+    def __init__(self, devices: Devices) -> None:
+        super().__init__(devices)
+        self._everywhere = NamedSharding(self._mesh, PartitionSpec())
+        self._rows = NamedSharding(self._mesh, PartitionSpec(DATA))
+
+    def place_state(self, state: TrainState) -> TrainState:
+        return jax.tree.map(lambda leaf: _put(leaf, self._everywhere), jax.device_get(state))
+
+    def unplace_state(self, state: TrainState) -> TrainState:
+        # Copied: on a CPU the array on the host may be the one that the next step deletes.
+        return jax.tree.map(np.array, jax.device_get(state))
+
+    def _put_rows(self, leaf: np.ndarray) -> jax.Array:
+        return _put(leaf, self._rows)
+
+    def _reduce(self, tree: Any) -> Any:
+        return tree  # the batch is whole
+
+    def _compile_train(self, step: TrainStep) -> TrainStep:
+        return jax.jit(
+            step, in_shardings=(self._everywhere, self._rows), out_shardings=self._everywhere, donate_argnums=0
+        )
+
+    def _compile_eval(self, step: EvalStep) -> EvalStep:
+        return jax.jit(step, in_shardings=(self._everywhere, self._rows), out_shardings=self._everywhere)
+
+
+@final
+class PmapLayout(Layout):
+    """One program per device, which sums over all devices by itself.
+
+    Arrays have a first axis more, the devices of this process: states are stacks of equal copies, leaves of a batch
+    are devices x examples per device x the rest.
+    """
+
+    def __init__(self, devices: Devices) -> None:
+        super().__init__(devices)
+        own = [place for place, device in enumerate(self.devices) if device.process_index == jax.process_index()]
+        self._own = slice(own[0], own[-1] + 1)
+        # The sharding of what pmap returns; an argument that has another one would be moved at every step.
+        self._stacked = NamedSharding(self._mesh.local_mesh, PartitionSpec(DATA))
+
+    def place_state(self, state: TrainState) -> TrainState:
+        copies = len(self.devices[self._own])
+        return jax.tree.map(
+            lambda leaf: _put(np.broadcast_to(leaf, (copies, *leaf.shape)), self._stacked), jax.device_get(state)
+        )
+
+    def unplace_state(self, state: TrainState) -> TrainState:
+        first = jax.tree.map(lambda leaf: leaf.addressable_shards[0].data, state)
+        return jax.tree.map(lambda leaf: np.array(leaf[0]), jax.device_get(first))
+
+    def _put_rows(self, leaf: np.ndarray) -> jax.Array:
+        return _put(np.reshape(leaf, (len(self.devices), -1, *leaf.shape[1:]))[self._own], self._stacked)
+
+    def _reduce(self, tree: Any) -> Any:
+        return jax.lax.psum(tree, DATA)
+
+    def _compile_train(self, step: TrainStep) -> TrainStep:
+        return jax.pmap(step, axis_name=DATA, devices=self.devices, out_axes=(0, None), donate_argnums=0)
+
+    def _compile_eval(self, step: EvalStep) -> EvalStep:
+        return jax.pmap(step, axis_name=DATA, devices=self.devices, out_axes=None)
+
+
+_LAYOUTS: dict[Kind, type[Layout]] = {"jit": JitLayout, "pmap": PmapLayout}
+
+
+def layout(kind: Kind, *, devices: int | Devices | None = None) -> Layout:
+    """The layout of a training run.
+
+    Args:
+        kind: see `JitLayout` and `PmapLayout`.
+        devices: None: all devices of all processes; a number: so many of them, equally many of every process.
+
+    Raises:
+        ValueError: a kind that there is not, more devices than there are, or see `Layout`.
+    """
+    if kind not in _LAYOUTS:
+        raise ValueError(f"the layout must be one of {', '.join(_LAYOUTS)}, got {kind!r}.")
+    if devices is None:
+        return _LAYOUTS[kind](jax.devices())
+    return _LAYOUTS[kind](_so_many(devices) if isinstance(devices, int) else devices)
+
+
+def initialise_distributed(
+    mode: Literal["off", "auto"] = "off",
+    *,
+    coordinator: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    timeout_seconds: int = 300,
+) -> None:
+    """Joins this process to those that train the same model. Before anything else of JAX: it decides what devices are.
+
+    Args:
+        mode: "auto" takes everything from the surroundings: a TPU pod, SLURM, Open MPI, or Kubernetes with its Python
+            package. "off": one process, or what the next three say.
+        coordinator: HOST:PORT, where process 0 is to be reached; the port must be free there.
+        num_processes: how many processes there are. The three are given together.
+        process_id: which of them this is, from 0.
+        timeout_seconds: how long to wait for the others. If process 0 has waited in vain, JAX ends it with a message
+            that says DEADLINE_EXCEEDED and RegisterTask.
+
+    Raises:
+        ValueError: arguments that do not fit together, nothing to find for "auto", a coordinator that cannot be
+            reached, or a port that is taken.
+        RuntimeError: JAX has been used already.
+    """
+    if mode not in ("off", "auto"):
+        raise ValueError(f"the distributed mode must be one of off, auto, got {mode!r}.")
+    explicit = {"coordinator": coordinator, "num_processes": num_processes, "process_id": process_id}
+    given = [name for name, value in explicit.items() if value is not None]
+    if mode == "auto" and given:
+        raise ValueError(
+            f"distributed mode auto finds {', '.join(explicit)} by itself, got {', '.join(given)} too; leave either out."
+        )
+    if mode == "off" and not given:
+        return
+    # The collectives of CPU devices. Devices of other kinds bring their own.
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # It would catch SIGTERM, and a process that waits for that alone could not be ended by it.
+    jax.config.update("jax_enable_preemption_service", False)
+    if mode == "auto":
+        try:
+            jax.distributed.initialize(initialization_timeout=timeout_seconds)
+        except ValueError as error:
+            raise ValueError(
+                f"distributed mode auto found no TPU pod, SLURM, Open MPI or Kubernetes job around it ({error}); give "
+                "coordinator, num_processes and process_id, or leave distributed off for one process."
+            ) from error
+        return
+
+    if coordinator is None or num_processes is None or process_id is None:
+        missing = [name for name in explicit if name not in given]
+        raise ValueError(
+            f"coordinator, num_processes and process_id are given together, {', '.join(missing)} is missing; give all "
+            "three, or none for one process."
+        )
+    host, _, port = coordinator.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise ValueError(f"coordinator must be HOST:PORT with a port from 1 to 65535, got {coordinator!r}.")
+    if not 0 <= process_id < num_processes:
+        raise ValueError(
+            f"process_id must be at least 0 and below num_processes, got {process_id} of {num_processes}; the processes "
+            "are counted from 0."
+        )
+    # JAX would not raise, but abort the process in both cases.
+    if process_id == 0:
+        _check_port_is_free(int(port))
+    else:
+        _wait_for_port(host.strip("[]"), int(port), timeout_seconds=timeout_seconds)
+    jax.distributed.initialize(coordinator, num_processes, process_id, initialization_timeout=timeout_seconds)
+    if jax.process_count() != num_processes:
+        raise ValueError(
+            f"{num_processes} processes were to join, but the {jax.default_backend()} devices know of "
+            f"{jax.process_count()}; choose another kind of device with JAX_PLATFORMS."
+        )
+
+
+def is_main_process() -> bool:
+    """Whether this is the one process that prints and writes."""
+    return jax.process_index() == 0
+
+
+def _put(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    """The parts of an array that the devices of this process hold, copied there.
+
+    `jax.device_put` may make the very array that it is given the part of one device, also of several, and to delete
+    that with a donated state deletes the caller's. In several processes it also compares the array between them.
+    """
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: np.array(array[index]))
+
+
+def _so_many(count: int) -> Devices:
+    present, processes = jax.devices(), jax.process_count()
+    if not 0 < count <= len(present):
+        raise ValueError(
+            f"{count} devices were asked for, but the number must be from 1 to {len(present)}, those that are present "
+            f"({present[0].platform}, {processes} process{'es' * (processes > 1)}). To simulate more on a CPU, set "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={count} before Python starts."
+        )
+    if count % processes:
+        raise ValueError(
+            f"{count} devices were asked for, but they must be shared equally by {processes} processes; give a multiple "
+            f"of {processes}."
+        )
+    share = count // processes
+    return [device for process in range(processes) for device in jax.local_devices(process)[:share]]
+
+
+def _check_devices(devices: Devices) -> None:
+    if not devices:
+        raise ValueError("a layout needs at least one device, got none; give some of jax.devices().")
+    if len(set(devices)) != len(devices):
+        raise ValueError(f"the devices of a layout must differ, got {[device.id for device in devices]}.")
+    held = {process: 0 for process in range(jax.process_count())}
+    for device in devices:
+        held[device.process_index] += 1
+    if len(set(held.values())) > 1:
+        raise ValueError(
+            "every process must hold equally many devices of a layout; process "
+            f"{', '.join(f'{process} holds {count}' for process, count in held.items())}. Leave some out, or start the "
+            "processes with equally many."
+        )
+
+
+def _check_port_is_free(port: int) -> None:
+    try:
+        socket.create_server(("", port)).close()
+    except OSError as error:
+        raise ValueError(
+            f"process 0 cannot listen on port {port} ({error}); give a coordinator with a free port to all "
+            "processes, and check that no other has process_id 0."
+        ) from error
+
+
+def _wait_for_port(host: str, port: int, *, timeout_seconds: float) -> None:
+    end = time.monotonic() + timeout_seconds
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=5).close()
+            return
+        except OSError as error:
+            if time.monotonic() > end:
+                raise ValueError(
+                    f"no coordinator answers at {host}:{port} after {timeout_seconds:g} s ({error}); check that process 0 "
+                    "runs, that the address is that of its machine, and that no firewall is between."
+                ) from error
+            time.sleep(0.2)

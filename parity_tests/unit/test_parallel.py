@@ -1,0 +1,273 @@
+"""Layouts on the one device that the tests have, and every mistake that is refused. More devices: test_devices."""
+
+import ast
+import dataclasses
+import socket
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import flax_transformer as ft
+from flax_transformer import data, parallel, training
+from parity_tests.unit.small_models import build
+
+ROOT = Path(__file__).parents[2]
+B, T, V = 3, 5, 11
+CONFIG = ft.DecoderOnlyConfig.small(vocab_size=V, d_model=6, d_ff=7, num_heads=3, num_layers=1, max_length=T)
+OPTIMIZER = optax.sgd(0.1, momentum=0.9)
+
+both_layouts = pytest.mark.parametrize("kind", ["jit", "pmap"])
+
+
+def random_batch(seed: int) -> data.Batch:
+    rng = np.random.default_rng(seed)
+    weights = (np.arange(T) < np.asarray([5, 0, 2])[:, None]).astype(np.float32)
+    inputs, labels = rng.integers(0, V, (2, B, T)).astype(np.int32)
+    return data.Batch(inputs, labels, weights)
+
+
+def prepare() -> tuple[training.ModelStructure, training.TrainState]:
+    structure, parameters, buffers = training.split_model(build(CONFIG))
+    return structure, training.init_state(parameters, buffers, OPTIMIZER, seed=3)
+
+
+def compiled(kind: parallel.Kind) -> tuple[parallel.Layout, parallel.TrainStep, training.TrainState]:
+    layout = parallel.layout(kind)
+    structure, state = prepare()
+    return layout, layout.compile_train_step(structure, training.next_token_loss, OPTIMIZER), state
+
+
+@pytest.fixture
+def compilations():
+    """One entry per program that was compiled since the test began."""
+    found = []
+
+    def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
+        if event.endswith("backend_compile_duration"):
+            found.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield found
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@both_layouts
+def test_steps_after_the_first_compile_nothing(kind, compilations):
+    layout, step, state = compiled(kind)
+    placed = layout.place_state(state)
+    compilations.clear()
+    placed, _ = step(placed, layout.place_batch(random_batch(0)))
+    assert len(compilations) == 1
+    for seed in range(1, 4):
+        placed, metrics = step(placed, layout.place_batch(random_batch(seed)))
+        layout.unplace_state(placed)
+        assert jax.device_get(metrics).weight == 7
+    assert len(compilations) == 1
+    assert layout.unplace_state(placed).step == 4
+
+
+@both_layouts
+def test_a_step_deletes_the_state_it_is_given_and_not_the_one_it_was_placed_from(kind):
+    layout, step, state = compiled(kind)
+    state = jax.device_put(state, jax.devices()[0])
+    before = jax.tree.map(np.array, state)
+    placed = layout.place_state(state)
+    step(placed, layout.place_batch(random_batch(0)))
+    assert all(leaf.is_deleted() for leaf in placed.parameters.values()), "the state was not donated"
+    jax.tree.map(np.testing.assert_array_equal, state, before)
+
+
+@both_layouts
+def test_a_state_on_the_host_outlives_the_steps_after_it(kind):
+    layout, step, state = compiled(kind)
+    placed = layout.place_state(state)
+    host = layout.unplace_state(placed)
+    jax.tree.map(np.testing.assert_array_equal, host, state)
+    kept = jax.tree.map(np.array, host)
+    for seed in range(2):
+        placed, _ = step(placed, layout.place_batch(random_batch(seed)))
+    jax.block_until_ready(placed)
+    assert all(isinstance(leaf, np.ndarray) and leaf.flags.writeable for leaf in jax.tree.leaves(host))
+    jax.tree.map(np.testing.assert_array_equal, host, kept)
+    assert any(
+        np.any(host.parameters[name] != after) for name, after in layout.unplace_state(placed).parameters.items()
+    )
+
+
+@both_layouts
+def test_a_batch_that_is_changed_after_it_was_placed_changes_nothing(kind):
+    layout = parallel.layout(kind)
+    # JAX takes over the memory of an array that begins at a multiple of 64 bytes.
+    memory = np.zeros(B * T + 16, np.int32)
+    offset = -memory.ctypes.data % 64 // memory.itemsize
+    inputs = memory[offset : offset + B * T].reshape(B, T)
+    placed = layout.place_batch(random_batch(0)._replace(inputs=inputs))
+    inputs[:] = -1
+    np.testing.assert_array_equal(np.reshape(placed.batch.inputs, (B, T)), np.zeros((B, T)))
+    np.testing.assert_array_equal(np.ravel(placed.examples), [0, 1, 2])
+    assert placed.examples.dtype == np.int32
+
+
+@both_layouts
+def test_evaluation_gives_the_sums_of_the_batch_without_dropout(kind):
+    layout = parallel.layout(kind)
+    structure, state = prepare()
+    evaluate = layout.compile_eval_step(structure, training.next_token_loss)
+    sums = evaluate(layout.place_state(state), layout.place_batch(random_batch(0)))
+    batch = jax.tree.map(jnp.asarray, random_batch(0))
+    expected = training.next_token_loss(structure.merge(state.parameters, state.buffers), batch)
+    np.testing.assert_allclose(jax.device_get(sums), expected, rtol=1e-5)
+
+
+@both_layouts
+@pytest.mark.parametrize(
+    ("batch", "words"),
+    [
+        ({"ids": np.zeros((4, 5)), "weights": np.zeros((3, 5))}, r"one first axis.*\(4, 5\), \(3, 5\)"),
+        ({"ids": np.zeros((4, 5)), "weight": np.float32(1)}, r"one first axis.*\(4, 5\), \(\)"),
+        ({}, r"one first axis.*\[\]"),
+        ({"ids": np.zeros((0, 5))}, "got 0"),
+    ],
+)
+def test_a_batch_that_is_not_rows_of_examples_is_refused(kind, batch, words):
+    with pytest.raises(ValueError, match=words):
+        parallel.layout(kind).place_batch(batch)
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """A device as far as a layout looks at it before it builds a mesh."""
+
+    id: int
+    process_index: int
+
+
+def fake_devices(*processes: int) -> Any:
+    return [Device(number, process) for number, process in enumerate(processes)]
+
+
+@both_layouts
+def test_a_batch_that_devices_cannot_share_equally_is_refused_with_sizes_that_they_can(kind):
+    layout = parallel.layout(kind)
+    layout.devices = fake_devices(0, 0, 0, 0)
+    layout.check_batch_size(8)
+    with pytest.raises(
+        ValueError, match=r"multiple of the number of devices, 4.*got 10. Give 8 or 12, or other devices"
+    ):
+        layout.check_batch_size(10)
+    with pytest.raises(ValueError, match=r"got 3\. Give 4, or"):
+        layout.place_batch({"ids": np.zeros((3, 5))})
+
+
+@pytest.mark.parametrize(
+    ("devices", "words"),
+    [
+        (0, "0 devices were asked for.*from 1 to 1.*device_count=0"),
+        (-2, "-2 devices were asked for"),
+        (3, "3 devices were asked for.*from 1 to 1.*cpu, 1 process\\).*device_count=3"),
+        ([], "at least one device, got none"),
+        (2 * fake_devices(0), r"must differ, got \[0, 0\]"),
+    ],
+)
+@both_layouts
+def test_devices_that_are_not_there_are_refused(kind, devices, words):
+    with pytest.raises(ValueError, match=words):
+        parallel.layout(kind, devices=devices)
+
+
+def test_a_layout_that_there_is_not_is_refused():
+    unknown: Any = "shard"
+    with pytest.raises(ValueError, match="one of jit, pmap, got 'shard'"):
+        parallel.layout(unknown)
+
+
+@both_layouts
+def test_processes_must_hold_equally_many_devices(kind, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 3)
+    with pytest.raises(ValueError, match="process 0 holds 2, 1 holds 1, 2 holds 0"):
+        parallel.layout(kind, devices=fake_devices(0, 1, 0))
+
+
+def test_a_number_of_devices_that_processes_cannot_share_is_refused(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "devices", lambda: fake_devices(0, 0, 1, 1))
+    with pytest.raises(ValueError, match=r"3 devices.*2 processes; give a multiple of 2"):
+        parallel.layout("jit", devices=3)
+
+
+def test_one_process_is_the_main_process():
+    parallel.initialise_distributed()
+    assert parallel.is_main_process()
+
+
+@pytest.fixture
+def no_initialisation(monkeypatch):
+    def refuse(*arguments, **options):
+        raise AssertionError("jax.distributed was initialised")
+
+    monkeypatch.setattr(jax.distributed, "initialize", refuse)
+
+
+@pytest.mark.usefixtures("no_initialisation")
+@pytest.mark.parametrize(
+    ("mode", "options", "words"),
+    [
+        ("auto", dict(coordinator="host:1", process_id=0), "got coordinator, process_id too"),
+        ("of", dict(), "one of off, auto, got 'of'"),
+        ("off", dict(coordinator="host:1", process_id=1), "num_processes is missing"),
+        ("off", dict(num_processes=2), "coordinator, process_id is missing"),
+        ("off", dict(coordinator="host", num_processes=2, process_id=1), "must be HOST:PORT.*got 'host'"),
+        ("off", dict(coordinator=":12", num_processes=2, process_id=1), "must be HOST:PORT"),
+        ("off", dict(coordinator="host:0", num_processes=2, process_id=1), "from 1 to 65535"),
+        ("off", dict(coordinator="host:65536", num_processes=2, process_id=1), "from 1 to 65535"),
+        ("off", dict(coordinator="host:12", num_processes=2, process_id=2), "below num_processes, got 2 of 2"),
+        ("off", dict(coordinator="host:12", num_processes=2, process_id=-1), "got -1 of 2"),
+        ("off", dict(coordinator="host:12", num_processes=0, process_id=0), "got 0 of 0"),
+    ],
+)
+def test_arguments_that_name_no_set_of_processes_are_refused(mode, options, words):
+    with pytest.raises(ValueError, match=words):
+        parallel.initialise_distributed(mode, **options)
+
+
+@pytest.mark.usefixtures("no_initialisation")
+def test_a_taken_port_is_refused_before_jax_would_abort():
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(ValueError, match=f"cannot listen on port {port}"):
+            parallel.initialise_distributed(coordinator=f"localhost:{port}", num_processes=2, process_id=0)
+
+
+@pytest.mark.usefixtures("no_initialisation")
+def test_a_coordinator_that_does_not_answer_is_refused_before_jax_would_abort():
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+    with pytest.raises(ValueError, match=f"no coordinator answers at localhost:{port} after 0 s"):
+        parallel.initialise_distributed(
+            coordinator=f"localhost:{port}", num_processes=2, process_id=1, timeout_seconds=0
+        )
+
+
+def test_automatic_without_surroundings_to_find_is_refused(monkeypatch):
+    def find_nothing(**options):
+        raise ValueError("coordinator_address should be defined.")
+
+    monkeypatch.setattr(jax.distributed, "initialize", find_nothing)
+    with pytest.raises(ValueError, match=r"found no TPU pod, SLURM.*give coordinator, num_processes and process_id"):
+        parallel.initialise_distributed("auto")
+
+
+def test_only_this_file_says_pmap():
+    files = [*(ROOT / "flax_transformer").rglob("*.py"), ROOT / "train.py"]
+    sayers = {
+        path.name
+        for path in files
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr in ("pmap", "shard_map", "psum")
+    }
+    assert sayers == {"parallel.py"}
