@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, Int, Num, UInt
 
 from flax_transformer.dropout import DropoutSource, RandomDropout
 from flax_transformer.losses import LossSums, cross_entropy, reciprocal_or_zero
+from flax_transformer.masks import causal_mask, combine_masks, padding_mask
 
 Named = dict[str, Num[Array, "..."]]
 
@@ -212,4 +213,23 @@ def next_token_loss(
         label_smoothing: see `losses.cross_entropy`; 0 in evaluation.
     """
     logits = model(batch.inputs, dropout=dropout)
+    return cross_entropy(logits, batch.labels, weights=batch.weights, label_smoothing=label_smoothing)
+
+
+def translation_loss(
+    model: Any, batch: Any, *, dropout: DropoutSource | None = None, label_smoothing: float = 0.0
+) -> LossSums:
+    """The loss of an encoder-decoder model by teacher forcing: every label is predicted from the true ones before it.
+
+    The source is masked where it is padding (id 0), the target also where the future is.
+
+    Args:
+        model: from source B S, target B T and their masks to logits B T V.
+        batch: `data.PairBatch`, that is `source` of shape B S, and `target_input`, `labels` and `weights` of shape B T.
+        dropout: None in evaluation.
+        label_smoothing: see `losses.cross_entropy`; 0 in evaluation.
+    """
+    source_mask = padding_mask(batch.source)
+    target_mask = combine_masks(padding_mask(batch.target_input), causal_mask(batch.target_input.shape[1]))
+    logits = model(batch.source, batch.target_input, source_mask, target_mask, dropout=dropout)
     return cross_entropy(logits, batch.labels, weights=batch.weights, label_smoothing=label_smoothing)
