@@ -3,10 +3,11 @@
 A run is one directory:
 
     config.json       the resolved configuration
+    provenance.json   what it was run with: versions, devices, digests of the data, command lines
     tokenizer.json    the vocabulary, which the ids of the model mean nothing without
     metrics.jsonl     one JSON object per logged step
-    sample.txt        text that the trained model wrote
     checkpoint/N/     the whole train state after N steps
+    results.json, and sample.txt or samples.txt, at the end: the losses, and what the trained model wrote
 
 A checkpoint is a flat table from names to arrays ("parameters/blocks.0.norm.scale"), whatever classes held them, so that
 it outlives a renamed class and a mismatch can be told by name.
@@ -14,6 +15,7 @@ it outlives a renamed class and a mismatch can be told by name.
 
 import dataclasses
 import json
+import math
 import os
 import tempfile
 from collections.abc import Iterable
@@ -44,8 +46,12 @@ class RunDirectory:
         return self.root / "metrics.jsonl"
 
     @property
-    def sample(self) -> Path:
-        return self.root / "sample.txt"
+    def provenance(self) -> Path:
+        return self.root / "provenance.json"
+
+    @property
+    def results(self) -> Path:
+        return self.root / "results.json"
 
     @property
     def checkpoints(self) -> Path:
@@ -87,13 +93,22 @@ class Checkpoints:
     earlier checkpoints and nothing that could be taken for a new one.
     """
 
-    def __init__(self, directory: Path, *, keep: int | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        keep: int | None = None,
+        saving: Literal["synchronous", "asynchronous"] = "synchronous",
+    ) -> None:
         """Args:
         directory: made at the first save if it does not exist.
-        keep: how many of the newest checkpoints stay; None: all.
+        keep: how many of the newest checkpoints stay, beside the one with the least validation loss; None: all.
+        saving: "asynchronous" returns from `save` while another thread writes; what goes wrong there is raised by the
+            next call of `save` or `close`.
         """
         self._directory = directory.absolute()  # orbax refuses relative paths
         self._keep = keep
+        self._saving = saving
         self._manager: ocp.CheckpointManager | None = None
 
     def __enter__(self) -> Self:
@@ -112,8 +127,16 @@ class Checkpoints:
         """The step of the newest complete checkpoint; None where there is none."""
         return self._open().latest_step() if self._directory.is_dir() else None
 
-    def save(self, step: int, state: Any) -> None:
-        """Saves a pytree of arrays as the checkpoint of `step`; returns when it is on disk.
+    def steps(self) -> list[int]:
+        """The steps of the complete checkpoints, in their order."""
+        return sorted(self._open().all_steps()) if self._directory.is_dir() else []
+
+    def save(self, step: int, state: Any, *, validation_loss: float | None = None) -> None:
+        """Saves a pytree of arrays as the checkpoint of `step`.
+
+        Args:
+            state: with asynchronous saving, arrays that nobody changes or deletes until the save is over.
+            validation_loss: of this step, where it is known; decides which checkpoint is the best.
 
         Raises:
             ValueError: a checkpoint of this step exists.
@@ -122,8 +145,19 @@ class Checkpoints:
             raise ValueError(
                 f"{self._directory} already holds a checkpoint of step {step}; save into another directory."
             )
-        self._open().save(step, args=ocp.args.PyTreeSave(_by_name(state)), force=True)
-        self._open().wait_until_finished()
+        known = validation_loss is not None and math.isfinite(validation_loss)
+        metrics = {_VALIDATION_LOSS: validation_loss} if known else None
+        self._open().save(step, args=ocp.args.PyTreeSave(_by_name(state)), metrics=metrics, force=True)
+        if self._saving == "synchronous":
+            self._open().wait_until_finished()
+
+    def set_aside(self, step: int) -> Path:
+        """Renames the checkpoint of a step, so that it is one no more; returns where it is."""
+        self.close()
+        number, place = 1, self._directory / str(step)
+        while (aside := place.with_name(f"damaged-{step}-{number}")).exists():
+            number += 1
+        return place.rename(aside)
 
     def restore(self, like: Any, *, step: int | None = None, unwanted: Literal["refuse", "ignore"] = "refuse") -> Any:
         """The saved arrays, in the form of `like`.
@@ -164,11 +198,35 @@ class Checkpoints:
 
     def _open(self) -> ocp.CheckpointManager:
         if self._manager is None:
-            options = ocp.CheckpointManagerOptions(max_to_keep=self._keep, enable_async_checkpointing=False)
+            policies = ocp.checkpoint_managers
+            kept = policies.AnyPreservationPolicy(
+                [
+                    policies.LatestN(self._keep),
+                    policies.BestN(get_metric_fn=_minus_validation_loss, n=1, keep_checkpoints_without_metrics=False),
+                ]
+            )
+            # This process alone: where there are several, one saves, and the others have nothing to wait for.
+            alone = ocp.options.MultiprocessingOptions(
+                primary_host=jax.process_index(), active_processes={jax.process_index()}
+            )
+            options = ocp.CheckpointManagerOptions(
+                preservation_policy=kept,
+                enable_async_checkpointing=self._saving == "asynchronous",
+                multiprocessing_options=alone,
+                create=False,
+            )
+            self._directory.mkdir(parents=True, exist_ok=True)
             self._manager = ocp.CheckpointManager(
                 self._directory, item_handlers=ocp.PyTreeCheckpointHandler(), options=options
             )
         return self._manager
+
+
+_VALIDATION_LOSS = "validation_loss"
+
+
+def _minus_validation_loss(metrics: Any) -> float:
+    return -metrics[_VALIDATION_LOSS]  # orbax takes the largest for the best
 
 
 def _by_name(tree: Any) -> dict[str, Any]:
