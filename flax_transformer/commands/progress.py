@@ -4,9 +4,11 @@ import abc
 import dataclasses
 import signal
 import sys
+import time
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+import jax
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 
@@ -21,6 +23,7 @@ class Report:
         grad_norm: before clipping.
         tokens_per_second: since the last report; None for the first, whose time is that of compiling.
         seconds_left: None while unknown.
+        validation_loss: nats per token after this step, where it was validated.
     """
 
     step: int
@@ -29,21 +32,60 @@ class Report:
     grad_norm: float
     tokens_per_second: float | None
     seconds_left: float | None
+    validation_loss: float | None = None
 
     def as_metrics(self) -> dict[str, int | float | None]:
-        """What is kept of it: all but the guess of the time left."""
-        return {name: value for name, value in dataclasses.asdict(self).items() if name != "seconds_left"}
+        """What is kept of it: all but the guess of the time left, and no validation loss where there was none."""
+        kept = {name: value for name, value in dataclasses.asdict(self).items() if name != "seconds_left"}
+        if self.validation_loss is None:
+            del kept["validation_loss"]
+        return kept
 
     def __str__(self) -> str:
         speed = "compiled" if self.tokens_per_second is None else f"{self.tokens_per_second:,.0f} tokens/s"
         left = "" if self.seconds_left is None else f"  {_clock(self.seconds_left)} left"
-        return f"loss {self.loss:.3f}  lr {self.learning_rate:.2e}  {speed}{left}"
+        validated = "" if self.validation_loss is None else f"  validation loss {self.validation_loss:.3f}"
+        return f"loss {self.loss:.3f}  lr {self.learning_rate:.2e}  norm {self.grad_norm:.2f}  {speed}{left}{validated}"
 
 
 def _clock(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+class Pace:
+    """How fast training is, and how long it will take. The first step, which compiles, is left out."""
+
+    def __init__(self, first: int, total_steps: int) -> None:
+        """Args:
+        first: steps taken before this launch.
+        """
+        self._first, self._total = first, total_steps
+        self._number = first
+        self._tokens = 0
+        self._began = self._mark = 0.0
+
+    def took(self, number: int, tokens: int, result: Any) -> None:
+        """A step was started; `result` is what it will have computed."""
+        self._number = number
+        self._tokens += tokens
+        if number == self._first + 1:
+            jax.block_until_ready(result)
+            self._began = time.perf_counter()
+            self.go_on()
+
+    def measure(self) -> tuple[float | None, float | None]:
+        """Tokens per second since the last report, and seconds left, once the last step is over; None while unknown."""
+        now, taken = time.perf_counter(), self._number - self._first - 1
+        if taken == 0:
+            return None, None
+        speed = self._tokens / (now - self._mark) if self._tokens else None
+        return speed, (self._total - self._number) * (now - self._began) / taken
+
+    def go_on(self) -> None:
+        """The next report is measured from here on."""
+        self._tokens, self._mark = 0, time.perf_counter()
 
 
 class Display(abc.ABC):

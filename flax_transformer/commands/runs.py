@@ -1,14 +1,20 @@
 """A run's directory as the commands write and read it."""
 
 import dataclasses
+import datetime
+import importlib.metadata
 import json
+import platform
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 from flax import nnx
 
 from flax_transformer import training
-from flax_transformer.checkpoint import Checkpoints, RunDirectory, read_json
+from flax_transformer.checkpoint import Checkpoints, RunDirectory, read_json, write_json
 from flax_transformer.config import DecoderOnlyConfig
 from flax_transformer.decoder_only import DecoderOnly
 from flax_transformer.tokenizer import Tokenizer
@@ -58,10 +64,143 @@ def _is_taken(path: Path) -> bool:
     return path.exists() and not (path.is_dir() and not any(path.iterdir()))
 
 
+def open_directory(output: Path | None, record: dict[str, Any], *, resume: bool) -> RunDirectory:
+    """The directory of the run that `record`, its config.json, describes: a fresh one, or one that is resumed.
+
+    Raises:
+        ValueError: see `claim_directory`; or what is to be resumed is another run.
+    """
+    default = Path("runs") / record["command"]
+    if not resume:
+        return claim_directory(output, default=default)
+    if output is None:
+        raise ValueError("--resume continues the run of a directory; give it with --output DIR")
+    if not output.exists() or not _is_taken(output):
+        return claim_directory(output, default=default)
+    _refuse_another_run(read_json(RunDirectory(output).config), record, where=output)
+    return RunDirectory(output)
+
+
+def _refuse_another_run(saved: Any, given: dict[str, Any], *, where: Path) -> None:
+    """Whatever decides the numbers of a run must be equal; where its text is kept, and how often it is saved, need not."""
+    before, now = (_fields({name: record.get(name) for name in _DECIDING}) for record in (saved, given))
+    different = [
+        f"{name}: saved {json.dumps(before.get(name))}, given {json.dumps(now.get(name))}"
+        for name in (now | before)
+        if name != "data.name" and before.get(name) != now.get(name)
+    ]
+    if different:
+        raise ValueError(
+            f"the run in {str(where)!r} cannot be resumed as another one; leave out what differs, or give another "
+            f"--output: {'; '.join(different)}"
+        )
+
+
+_DECIDING = ("command", "model", "training", "data")
+
+
+def _fields(record: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Every entry of nested objects by its dotted name."""
+    found: dict[str, Any] = {}
+    for name, value in record.items():
+        found |= _fields(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return found
+
+
+def options_of(path: Path, *, command: str) -> dict[str, Any]:
+    """The options that a config.json holds.
+
+    Raises:
+        ValueError: not such a file, or of another command.
+    """
+    record = read_json(path)
+    if not isinstance(record, dict) or not isinstance(record.get("options"), dict):
+        raise ValueError(f"{path} holds no options; give the config.json of a run of train.py")
+    if record.get("command") != command:
+        raise ValueError(f"{path} is of command: saved {record.get('command')!r}, given {command!r}; name that command")
+    return record["options"]
+
+
 def append_metrics(run: RunDirectory, entry: dict[str, Any]) -> None:
     """Adds one JSON object as one line of `metrics.jsonl`."""
     with run.metrics.open("a", encoding="utf-8") as file:
         file.write(json.dumps(entry) + "\n")
+
+
+def rewind_metrics(run: RunDirectory, step: int) -> list[dict[str, Any]]:
+    """Takes the lines after `step` out of `metrics.jsonl`, since those steps will be taken again; returns the others."""
+    kept = []
+    for line in run.metrics.read_text(encoding="utf-8").splitlines() if run.metrics.exists() else []:
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            break  # half a line, at whose end the run was killed
+        if entry["step"] > step:
+            break
+        kept.append(entry)
+    temporary = run.metrics.with_suffix(".tmp")
+    temporary.write_text("".join(json.dumps(entry) + "\n" for entry in kept), encoding="utf-8")
+    temporary.replace(run.metrics)
+    return kept
+
+
+def best_validation_loss(metrics: list[dict[str, Any]]) -> float | None:
+    """The least of a run so far; None where nothing was validated."""
+    losses = [entry["validation_loss"] for entry in metrics if "validation_loss" in entry]
+    return min(losses, default=None)
+
+
+def restore_newest(checkpoints: Checkpoints, like: Any) -> tuple[Any, list[str]]:
+    """The newest checkpoint that can be read, in the form of `like`; `like` itself where there is none.
+
+    A checkpoint that cannot be read, as after a disk was full or a machine lost its power, is set aside for the one
+    before it.
+
+    Returns:
+        The state, and lines about checkpoints that were set aside.
+
+    Raises:
+        ValueError: there are checkpoints, and none can be read.
+    """
+    problems, steps = {}, checkpoints.steps()
+    for step in reversed(steps):
+        try:
+            state = checkpoints.restore(like, step=step)
+        except Exception as error:  # damage comes as many types, which orbax does not list
+            problems[step] = " ".join(str(error).split())[:300]
+        else:
+            return state, [
+                f"the checkpoint of step {step} cannot be read ({problem}); it is now {checkpoints.set_aside(step)}"
+                for step, problem in problems.items()
+            ]
+    if problems:
+        raise ValueError(f"none of the checkpoints can be read; the newest, of step {steps[-1]}: {problems[steps[-1]]}")
+    return like, []
+
+
+def write_provenance(run: RunDirectory, *, record: dict[str, Any], step: int, arguments: Sequence[str]) -> None:
+    """Adds this launch to `provenance.json`: what it ran with, from which step on."""
+    launches = read_json(run.provenance)["launches"] if run.provenance.exists() else []
+    packages = ("flax-transformer", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "tiktoken")
+    launch = {
+        "command_line": shlex.join(["python", "train.py", *arguments]),
+        "from_step": step,
+        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in packages},
+        "devices": [f"{device.platform}: {device.device_kind}" for device in jax.devices()],
+        "processes": jax.process_count(),
+    }
+    digests = {"corpus_sha256": record["data"]["sha256"], "tokenizer_sha256": record["data"]["tokenizer_sha256"]}
+    write_json(run.provenance, {**digests, "launches": [*launches, launch]})
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:  # this one may run from its source
+        return None
 
 
 def load_run(directory: Path) -> LoadedRun:

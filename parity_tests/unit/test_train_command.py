@@ -16,7 +16,7 @@ import pytest
 import train
 from flax_transformer import data, training
 from flax_transformer.checkpoint import Checkpoints
-from flax_transformer.commands import generate, progress, runs
+from flax_transformer.commands import generate, progress, recipes, runs
 
 PATTERN = " a b c d e f g" * 200
 TINY = [
@@ -71,18 +71,22 @@ def test_a_run_succeeds_and_says_nothing_on_standard_error(finished):
 
 def test_a_run_leaves_what_it_promises(finished):
     names = {path.name for path in finished.output.iterdir()}
-    expected = {"config.json", "tokenizer.json", "metrics.jsonl", "results.json", "sample.txt", "checkpoint"}
-    assert names == expected
+    files = {"config.json", "provenance.json", "tokenizer.json", "metrics.jsonl", "results.json", "sample.txt"}
+    assert names == files | {"checkpoint"}
     config = json.loads((finished.output / "config.json").read_text())
     assert config["command"] == "decoder-only"
     assert (config["model"]["d_model"], config["model"]["d_ff"], config["model"]["max_length"]) == (8, 32, 6)
     assert config["training"]["steps"] == 50
-    assert config["training"]["warmup"] == train.RECIPES["small"].warmup  # resolved: not only what was given
+    recipe = recipes.DECODER_ONLY["small"].recipe
+    assert (
+        config["training"]["warmup"] == config["options"]["warmup"] == recipe.warmup
+    )  # resolved: not only what was given
 
 
 def test_metrics_are_one_object_per_logged_step(finished):
     entries = metrics_of(finished.output)
-    assert [entry["step"] for entry in entries] == [1, 20, 40, 50]
+    assert [entry["step"] for entry in entries] == [1, 10, 20, 30, 40, 50]  # every 20th, and those validated
+    assert [entry["step"] for entry in entries if "validation_loss" in entry] == [10, 20, 30, 40, 50]
     for entry in entries:
         assert math.isfinite(entry["loss"])
         assert entry["grad_norm"] > 0
@@ -118,7 +122,7 @@ def test_plain_lines_tell_loss_speed_and_time_left(finished):
     lines = [line for line in finished.out.splitlines() if line.startswith("step")]
     assert lines[0].startswith("step  1/50  loss ")
     assert "tokens/s" in lines[1]
-    assert lines[1].endswith(" left")
+    assert " left" in lines[1]
     assert "0:00 left" in lines[-1]
 
 
@@ -140,11 +144,8 @@ def test_a_run_is_loaded_and_continues_a_prompt(finished):
 
 def test_the_checkpoint_holds_the_complete_train_state(finished):
     options = dict(zip(finished.arguments[::2], finished.arguments[1::2], strict=True))
-    job = train.prepare_decoder_only(
-        train.DecoderOnlyOptions(
-            data=options["--data"], d_model=8, num_heads=2, num_layers=1, context_length=6, steps=50
-        )
-    )
+    sizes = ["--d-model=8", "--num-heads=2", "--num-layers=1", "--context-length=6", "--steps=50"]
+    job, _ = train.prepare(train.parse([f"--data={options['--data']}", *sizes]))
     _, parameters, buffers = training.split_model(job.build_model())
     start = training.init_state(parameters, buffers, job.optimizer, seed=9)
     with Checkpoints(finished.output / "checkpoint") as checkpoints:
@@ -172,8 +173,9 @@ def test_the_seed_decides_the_first_weights(tmp_path):
     text = write(tmp_path, PATTERN)
 
     def first_weights(seed):
-        options = train.DecoderOnlyOptions(data=text, d_model=8, num_heads=2, num_layers=1, context_length=6, seed=seed)
-        return training.split_model(train.prepare_decoder_only(options).build_model())[1]["embedding.embedding"]
+        sizes = ["--d-model=8", "--num-heads=2", "--num-layers=1", "--context-length=6"]
+        job, _ = train.prepare(train.parse([f"--data={text}", *sizes, f"--seed={seed}"]))
+        return training.split_model(job.build_model())[1]["embedding.embedding"]
 
     np.testing.assert_array_equal(first_weights(3), first_weights(3))
     assert np.any(first_weights(3) != first_weights(4))
@@ -215,7 +217,7 @@ def no_model(monkeypatch):
     def refuse(*arguments, **options):
         raise AssertionError("a model was built")
 
-    monkeypatch.setattr(train, "DecoderOnly", refuse)
+    monkeypatch.setattr(training, "split_model", refuse)
 
 
 @pytest.mark.usefixtures("no_model")
@@ -256,6 +258,10 @@ def test_a_text_that_cannot_be_used_is_one_line_naming_the_file(tmp_path, conten
         (["--num-heads", "3"], "num_heads must divide d_model, but 128 % 3 = 2"),
         (["--dropout", "1.5"], "dropout must be in [0, 1), got 1.5"),
         (["--prompt", " zebra"], "vocabulary"),
+        (["--warmup", "1"], "--warmup must be a share of the steps, at least 0 and below 1, got 1.0"),
+        (["--validate-every", "0", "--keep", "0"], "--validate-every must be at least 1, got 0; --keep must be"),
+        (["--resume", "--steps", "3", "--save-every", "-1"], "--save-every must be at least 1, got -1"),
+        (["--config", "nowhere.json"], "nowhere.json cannot be read as JSON"),
         (["--prompt", ""], "--prompt must hold at least one character"),
     ],
 )
@@ -306,8 +312,8 @@ def test_a_signal_ends_a_run_after_the_step_it_met_and_saves_that(finished, tmp_
     assert result == status
     assert signal.getsignal(number) == before
     assert "stopping after this step" in err
-    assert f"step 3 is saved in {output}" in out
-    assert [entry["step"] for entry in metrics_of(output)] == [1, 3]
+    assert f"step 3 is saved in {output}\nto resume: python train.py decoder-only --output {output} --resume" in out
+    assert [entry["step"] for entry in metrics_of(output)] == [1]  # as without the signal: the curve has no more points
     assert runs.load_run(output).step == 3
     assert not (output / "results.json").exists()
 
@@ -351,12 +357,19 @@ def test_a_damaged_run_is_one_line_naming_the_file(finished, tmp_path, damage, w
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["decoder-only", "--help"]])
-def test_help_explains_the_command(arguments):
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        (["--help"], ["decoder-only", "encoder-decoder", "baseline"]),
+        (["decoder-only", "--help"], ["--data", "--vocabulary", "600 steps of 16 x 64", "--resume", "--parallel"]),
+        (["encoder-decoder", "--help"], ["--pairs", "--bad-pairs", "paper-big", "noam schedule", "--coordinator"]),
+    ],
+)
+def test_help_explains_the_command(arguments, wanted):
     status, out, err = call(train.main, *arguments)
     assert (status, err) == (0, "")
-    wanted = ["decoder-only", "baseline"] if len(arguments) == 1 else ["--data", "--vocabulary", "900 steps of 8 x 64"]
-    assert all(words in " ".join(out.split()) for words in wanted)
+    shown = " ".join(out.replace("│", " ").split())
+    assert [words for words in wanted if words not in shown] == []
 
 
 def test_progress_is_a_bar_on_a_terminal_lines_elsewhere_and_silence_on_other_processes(monkeypatch):
@@ -369,12 +382,12 @@ def test_progress_is_a_bar_on_a_terminal_lines_elsewhere_and_silence_on_other_pr
 def test_the_bar_shows_what_the_lines_show(monkeypatch):
     terminal = io.StringIO()
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "120")
-    report = progress.Report(3, 1.25, 2e-3, 0.5, 12345.6, 3725.0)
+    monkeypatch.setenv("COLUMNS", "160")
+    report = progress.Report(3, 1.25, 2e-3, 0.5, 12345.6, 3725.0, 1.5)
     with contextlib.redirect_stdout(terminal), progress.Bar(7) as bar:
         bar.say("[a title]")
         bar.show(report)
     shown = terminal.getvalue()
     assert "[a title]" in shown
     assert "3/7" in shown
-    assert "loss 1.250  lr 2.00e-03  12,346 tokens/s  1:02:05 left" in shown
+    assert "loss 1.250  lr 2.00e-03  norm 0.50  12,346 tokens/s  1:02:05 left  validation loss 1.500" in shown

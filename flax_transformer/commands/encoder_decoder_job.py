@@ -1,0 +1,137 @@
+"""From the options of `train.py encoder-decoder` to its job."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from flax_transformer import data, decoding, masks, training
+from flax_transformer.commands.jobs import Job, describe, intervals, refuse
+from flax_transformer.commands.recipes import ENCODER_DECODER
+from flax_transformer.commands.train_options import EncoderDecoderOptions, given
+from flax_transformer.config import EncoderDecoderConfig
+from flax_transformer.encoder_decoder import EncoderDecoder
+from flax_transformer.tokenizer import Tokenizer, encode_ordinary
+
+_HELD_OUT = 500
+_SPLIT_SEED = 0  # not the run's: the losses of two seeds are of the same pairs
+_SAMPLES = 10
+
+
+def prepare_encoder_decoder(options: EncoderDecoderOptions) -> Job:
+    """Reads the pairs and resolves every option. Builds no model and writes nothing.
+
+    Raises:
+        ValueError: whatever the user has to change.
+    """
+    preset = ENCODER_DECODER[options.preset]
+    recipe = dataclasses.replace(preset.recipe, **given(options, dataclasses.fields(preset.recipe)))
+    short = [f"--max-length must be at least 2, got {recipe.max_length}"] if recipe.max_length < 2 else []
+    refuse(options, recipe, short)
+    seed = options.training.seed
+
+    text, notices = _read(options)
+    tokenizer = Tokenizer.from_ids(np.concatenate([encode_ordinary(side) for side in text.sources + text.targets]))
+    vocab_size = tokenizer.vocab_size + data.NUM_SPECIAL_IDS
+    parts = data.split_pairs(text, seed=_SPLIT_SEED, at_most=_HELD_OUT)
+    train, held_out = (
+        data.encode_pairs(
+            part, encode_source=tokenizer.encode, encode_target=tokenizer.encode, max_length=recipe.max_length
+        )
+        for part in (parts.train, parts.validation)
+    )
+    too_long = train.too_long + held_out.too_long
+    batches = data.PairBatches(train, batch_size=recipe.batch_size, seed=seed, buckets=recipe.buckets)
+
+    sizes = given(options, dataclasses.fields(EncoderDecoderConfig))
+    sizes.pop("max_length", None)
+    if options.model.d_model is not None:
+        sizes["d_ff"] = 4 * options.model.d_model
+    config = preset.config(vocab_size=vocab_size, **sizes)
+    config = dataclasses.replace(config, max_length=max(config.max_length, recipe.max_length))
+
+    schedule = recipe.make_schedule(d_model=config.d_model)
+    every = intervals(options, recipe)
+    return Job(
+        name="encoder-decoder",
+        title=[
+            *notices,
+            f"{text.name}: {len(train):,} pairs to train on, {len(held_out):,} held out, {too_long:,} left out for more "
+            f"than {recipe.max_length} tokens; one vocabulary of {vocab_size:,}",
+        ],
+        build_model=lambda: EncoderDecoder(config, rngs=nnx.Rngs(seed)),
+        loss=functools.partial(training.translation_loss, label_smoothing=config.label_smoothing),
+        validation_loss=training.translation_loss,
+        optimizer=recipe.make_optimizer(schedule),
+        schedule=schedule,
+        batch=batches.batch,
+        validation=lambda: data.validation_pair_batches(held_out, batch_size=recipe.batch_size, buckets=recipe.buckets),
+        baseline=data.unigram_loss(
+            train.target.ids, np.insert(held_out.target.ids, 0, data.BEGIN_ID), vocab_size=vocab_size
+        ),
+        write_sample=lambda model: _translations(
+            model, tokenizer, parts.validation, held_out, length=recipe.max_length
+        ),
+        sample_file="samples.txt",
+        tokenizer=tokenizer,
+        record=describe(
+            "encoder-decoder",
+            options,
+            config=config,
+            recipe=recipe,
+            resolved={**every, "max_length": recipe.max_length},
+            data={
+                "name": text.name,
+                "sha256": text.sha256,
+                "train_pairs": len(train),
+                "validation_pairs": len(held_out),
+                "too_long": too_long,
+                "tokenizer_sha256": tokenizer.sha256,
+            },
+        ),
+        recipe=recipe,
+        **every,
+        work=f"{recipe.batch_size} pairs",
+    )
+
+
+def _read(options: EncoderDecoderOptions) -> tuple[data.ParallelText, list[str]]:
+    """The pairs, and lines about those that were skipped."""
+    two, one = (options.source_file, options.target_file), options.pairs
+    if one is not None and two != (None, None):
+        raise ValueError("pairs are in two files or in one; give --source-file and --target-file, or --pairs")
+    if (two[0] is None) != (two[1] is None):
+        lacking = "--source-file" if two[0] is None else "--target-file"
+        raise ValueError(f"{lacking} is missing; give both files, or one file of both with --pairs")
+    if one is not None:
+        checked = data.read_tab_separated(one, bad_pairs=options.bad_pairs)
+    elif two[0] is not None and two[1] is not None:
+        checked = data.read_two_files(two[0], two[1], bad_pairs=options.bad_pairs)
+    else:
+        return data.king_james_to_world_english(), []
+    return checked.text, [f"skipped: {checked.report}"] if checked.report.bad else []
+
+
+def _translations(
+    model: EncoderDecoder, tokenizer: Tokenizer, text: data.ParallelText, pairs: data.EncodedPairs, *, length: int
+) -> str:
+    """Ten held-out sentences, spread over all of them, beside their references and greedy translations."""
+    rows = np.unique(np.linspace(0, len(pairs) - 1, _SAMPLES).round().astype(int))
+    source = jnp.asarray(pairs.source.padded(rows, length=length))
+    written = decoding.translate_greedy(
+        model,
+        source,
+        masks.padding_mask(source),
+        start_id=data.BEGIN_ID,
+        length=length,
+        end_id=data.END_ID,
+    )
+    return "\n\n".join(
+        f"source:      {text.sources[place]}\n"
+        f"reference:   {text.targets[place]}\n"
+        f"translation: {tokenizer.decode(data.remove_special(row[1:]))}"
+        for place, row in zip(pairs.places[rows], jax.device_get(written), strict=True)
+    )

@@ -1,0 +1,95 @@
+"""What a training loop needs to know of the model and the data that it is run for."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import optax
+from flax import nnx
+
+from flax_transformer import optimizers, training
+from flax_transformer.commands.recipes import Recipe
+from flax_transformer.commands.train_options import Options, as_record
+from flax_transformer.tokenizer import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """All that the training loop needs to know, whichever the model.
+
+    Attributes:
+        name: of the command.
+        title: lines about the data, for people.
+        build_model: called once.
+        loss: of a training batch.
+        validation_loss: of a validation batch.
+        optimizer: with `schedule` inside.
+        schedule: the learning rate, to be shown.
+        batch: from the number of steps taken to the next batch.
+        validation: all validation batches, of the same batch size.
+        baseline: nats per token that a model must be below.
+        write_sample: from the trained model to what it has to show.
+        sample_file: where that is kept.
+        tokenizer: kept beside the model.
+        record: what config.json is to hold.
+        recipe: resolved.
+        validate_every, save_every: in steps, resolved.
+        work: what a step is made of, in words.
+    """
+
+    name: str
+    title: list[str]
+    build_model: Callable[[], nnx.Module]
+    loss: training.LossFunction
+    validation_loss: training.LossFunction
+    optimizer: optax.GradientTransformation
+    schedule: optimizers.Schedule
+    batch: Callable[[int], Any]
+    validation: Callable[[], Iterator[Any]]
+    baseline: float
+    write_sample: Callable[[Any], str]
+    sample_file: str
+    tokenizer: Tokenizer
+    record: dict[str, Any]
+    recipe: Recipe
+    validate_every: int
+    save_every: int
+    work: str
+
+
+def intervals(options: Options, recipe: Recipe) -> dict[str, int]:
+    """Steps between two validations, and between two checkpoints."""
+    fifth = max(recipe.steps // 5, 1)
+    return {"validate_every": options.run.validate_every or fifth, "save_every": options.run.save_every or fifth}
+
+
+def describe(
+    name: str, options: Options, *, config: Any, recipe: Recipe, resolved: dict[str, Any], data: dict[str, Any]
+) -> dict[str, Any]:
+    """What config.json is to hold: the options as they can be read back, and what became of them."""
+    decided = {**dataclasses.asdict(config), **dataclasses.asdict(recipe), **resolved}
+    return {
+        "command": name,
+        "options": as_record(options, decided),
+        "model": dataclasses.asdict(config),
+        "training": {"preset": options.preset, "seed": options.training.seed, **dataclasses.asdict(recipe)},
+        "data": data,
+    }
+
+
+def refuse(options: Options, recipe: Recipe, others: list[str]) -> None:
+    """Raises ValueError where numbers cannot be used, all in one message; `others` are sentences about further ones."""
+    run = options.run
+    wrong = recipe.problems(
+        log_every=run.log_every, validate_every=run.validate_every, save_every=run.save_every, keep=run.keep
+    )
+    if not 0 <= options.training.seed < 2**32:
+        wrong.append(f"--seed must be at least 0 and below 2^32, got {options.training.seed}")
+    if wrong + others:
+        raise ValueError("; ".join(wrong + others))
+
+
+def count_labels(batch: Any) -> int:
+    """How many labels of a batch, in the host's memory, are real."""
+    return int(np.count_nonzero(batch.weights))
