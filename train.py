@@ -156,14 +156,23 @@ def train(
 
 
 def finish(run: Run, structure: training.ModelStructure, state: training.TrainState, validation_loss: float) -> None:
-    """Writes and prints what the run came to."""
+    """Writes, draws and prints what the run came to."""
+    from flax_transformer import pictures  # matplotlib takes its time, which nobody waits for at the beginning
+
     job, root = run.job, run.directory.root
     write_json(
         run.directory.results,
         {"step": int(state.step), "validation_loss": validation_loss, "unigram_loss": job.baseline},
     )
-    sample = job.write_sample(structure.merge(*jax.device_put((state.parameters, state.buffers))))
+    model = structure.merge(*jax.device_put((state.parameters, state.buffers)))
+    sample = job.write_sample(model)
     (root / job.sample_file).write_text(sample + "\n", encoding="utf-8")
+    try:
+        pictures.loss_curve(run.directory.metrics, root / "loss.png", baseline=job.baseline)
+        if run.options.run.attention_maps == "sample":
+            job.draw_attention(model, root)
+    except ValueError as error:  # a run that has diverged
+        print(f"no picture: {error}")
     print(f"validation loss {validation_loss:.3f} nats per token; unigram baseline {job.baseline:.3f}")
     print(f"saved in {root}")
     print(f"\n{sample}" if sample else "", end="\n" if sample else "")

@@ -1,8 +1,11 @@
 """From the options of `train.py decoder-only` to its job."""
 
 import dataclasses
+from pathlib import Path
 
+import numpy as np
 from flax import nnx
+from numpy.typing import NDArray
 
 from flax_transformer import data, training
 from flax_transformer.commands.generate import Sampling, continue_text
@@ -12,6 +15,8 @@ from flax_transformer.commands.train_options import DecoderOnlyOptions, given
 from flax_transformer.config import DecoderOnlyConfig
 from flax_transformer.decoder_only import DecoderOnly
 from flax_transformer.tokenizer import Tokenizer
+
+_DRAWN_TOKENS = 32
 
 
 def prepare_decoder_only(options: DecoderOnlyOptions) -> Job:
@@ -61,6 +66,7 @@ def prepare_decoder_only(options: DecoderOnlyOptions) -> Job:
         baseline=data.unigram_loss(parts.train, parts.validation, vocab_size=tokenizer.vocab_size),
         write_sample=write_sample,
         sample_file="sample.txt",
+        draw_attention=lambda model, root: _draw_attention(model, tokenizer, prompt[: recipe.context_length], root),
         tokenizer=tokenizer,
         record=describe(
             "decoder-only",
@@ -80,6 +86,15 @@ def prepare_decoder_only(options: DecoderOnlyOptions) -> Job:
         **every,
         work=f"{recipe.batch_size * recipe.context_length:,} tokens",
     )
+
+
+def _draw_attention(model: DecoderOnly, tokenizer: Tokenizer, ids: NDArray[np.int32], root: Path) -> None:
+    from flax_transformer import pictures  # matplotlib takes its time, and only those who ask for pictures wait for it
+
+    ids = ids[:_DRAWN_TOKENS]
+    tokens = [tokenizer.decode([token]) for token in ids]
+    weights = pictures.collect_attention(model, ids[None])
+    pictures.attention_maps(weights, rows=tokens, columns=tokens, output=root / "attention.png")
 
 
 def _problems(options: DecoderOnlyOptions, context_length: int) -> list[str]:

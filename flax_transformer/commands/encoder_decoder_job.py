@@ -2,11 +2,13 @@
 
 import dataclasses
 import functools
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from numpy.typing import NDArray
 
 from flax_transformer import data, decoding, masks, training
 from flax_transformer.commands.jobs import Job, describe, intervals, refuse
@@ -19,6 +21,7 @@ from flax_transformer.tokenizer import Tokenizer, encode_ordinary
 _HELD_OUT = 500
 _SPLIT_SEED = 0  # not the run's: the losses of two seeds are of the same pairs
 _SAMPLES = 10
+_DRAWN_TOKENS = 32
 
 
 def prepare_encoder_decoder(options: EncoderDecoderOptions) -> Job:
@@ -76,6 +79,7 @@ def prepare_encoder_decoder(options: EncoderDecoderOptions) -> Job:
             model, tokenizer, parts.validation, held_out, length=recipe.max_length
         ),
         sample_file="samples.txt",
+        draw_attention=lambda model, root: _draw_attention(model, tokenizer, held_out, root),
         tokenizer=tokenizer,
         record=describe(
             "encoder-decoder",
@@ -135,3 +139,33 @@ def _translations(
         f"translation: {tokenizer.decode(data.remove_special(row[1:]))}"
         for place, row in zip(pairs.places[rows], jax.device_get(written), strict=True)
     )
+
+
+def _draw_attention(model: EncoderDecoder, tokenizer: Tokenizer, pairs: data.EncodedPairs, root: Path) -> None:
+    """Of the first held-out pair that is short enough to be read: the encoder's, the decoder's and what lies between."""
+    from flax_transformer import pictures  # matplotlib takes its time, and only those who ask for pictures wait for it
+
+    longest = np.maximum(pairs.source.lengths, pairs.target.lengths)
+    row = int(np.argmax(longest <= max(_DRAWN_TOKENS, longest.min())))
+    source = pairs.source.padded([row], length=int(pairs.source.lengths[row]))[:, :_DRAWN_TOKENS]
+    labels = pairs.target.padded([row], length=int(pairs.target.lengths[row]))[:, :_DRAWN_TOKENS]
+    target = np.insert(labels[:, :-1], 0, data.BEGIN_ID, axis=1)
+    weights = pictures.collect_attention(
+        model, source, target, masks.padding_mask(source), masks.causal_mask(target.shape[1])
+    )
+    tokens = {"source": _tokens(tokenizer, source[0]), "target": _tokens(tokenizer, target[0])}
+    for kind, rows, columns in (
+        ("encoder.self_attention", "source", "source"),
+        ("decoder.self_attention", "target", "target"),
+        ("decoder.cross_attention", "target", "source"),
+    ):
+        stack, attention = kind.split(".")
+        chosen = {name: maps for name, maps in weights.items() if name.startswith(stack) and name.endswith(attention)}
+        pictures.attention_maps(
+            chosen, rows=tokens[rows], columns=tokens[columns], output=root / f"attention.{kind}.png"
+        )
+
+
+def _tokens(tokenizer: Tokenizer, ids: NDArray[np.int32]) -> list[str]:
+    special = {data.PAD_ID: "<pad>", data.BEGIN_ID: "<begin>", data.END_ID: "<end>"}
+    return [special.get(int(token)) or tokenizer.decode([token - data.NUM_SPECIAL_IDS]) for token in ids]

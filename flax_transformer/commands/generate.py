@@ -80,6 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = tyro.cli(Generate, prog="python -m flax_transformer.commands.generate", args=arguments)
     try:
         run = load_run(options.run)
+        if not isinstance(run.model, DecoderOnly):
+            raise ValueError(f"{options.run} holds an encoder-decoder, which translates; give a run of decoder-only")
         if not options.prompt:
             raise ValueError("--prompt must hold at least one character; give some text to continue")
         prompt = run.tokenizer.encode(options.prompt)

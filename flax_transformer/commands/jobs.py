@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ class Job:
         baseline: nats per token that a model must be below.
         write_sample: from the trained model to what it has to show.
         sample_file: where that is kept.
+        draw_attention: from the trained model and a directory to pictures of its attention, there.
         tokenizer: kept beside the model.
         record: what config.json is to hold.
         recipe: resolved.
@@ -50,6 +52,7 @@ class Job:
     baseline: float
     write_sample: Callable[[Any], str]
     sample_file: str
+    draw_attention: Callable[[Any, Path], None]
     tokenizer: Tokenizer
     record: dict[str, Any]
     recipe: Recipe

@@ -15,18 +15,23 @@ from flax import nnx
 
 from flax_transformer import training
 from flax_transformer.checkpoint import Checkpoints, RunDirectory, read_json, write_json
-from flax_transformer.config import DecoderOnlyConfig
+from flax_transformer.config import DecoderOnlyConfig, EncoderDecoderConfig
+from flax_transformer.data import NUM_SPECIAL_IDS
 from flax_transformer.decoder_only import DecoderOnly
+from flax_transformer.encoder_decoder import EncoderDecoder
 from flax_transformer.tokenizer import Tokenizer
 
-MODELS = {"decoder-only": (DecoderOnly, DecoderOnlyConfig)}
+MODELS: dict[str, Any] = {
+    "decoder-only": (DecoderOnly, DecoderOnlyConfig),
+    "encoder-decoder": (EncoderDecoder, EncoderDecoderConfig),
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class LoadedRun:
     """A trained model and what turns text into its ids and back."""
 
-    model: DecoderOnly
+    model: DecoderOnly | EncoderDecoder
     tokenizer: Tokenizer
     step: int
 
@@ -217,9 +222,10 @@ def load_run(directory: Path) -> LoadedRun:
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{run.config} does not describe a model of this version ({error!r})") from error
     tokenizer = Tokenizer.load(run.tokenizer)
-    if tokenizer.vocab_size != config.vocab_size:
+    known = config.vocab_size if model_class is DecoderOnly else config.target_vocab_size - NUM_SPECIAL_IDS
+    if tokenizer.vocab_size != known:
         raise ValueError(
-            f"{run.tokenizer} has {tokenizer.vocab_size} tokens, but the model of {run.config} has {config.vocab_size}; "
+            f"{run.tokenizer} has {tokenizer.vocab_size} tokens, but the model of {run.config} has {known}; "
             "take both from the same run"
         )
     shapes = nnx.eval_shape(lambda: model_class(config, rngs=nnx.Rngs(0)))

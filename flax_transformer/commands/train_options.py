@@ -77,6 +77,8 @@ class RunOptions:
     run are always saved."""
     keep: int = 3
     """How many of the last checkpoints are kept, beside the one with the least validation loss."""
+    attention_maps: Literal["none", "sample"] = "none"
+    """`sample`: at the end, draw the attention of every layer and head on one held-out example, tokens on the axes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -72,7 +72,7 @@ def test_a_run_succeeds_and_says_nothing_on_standard_error(finished):
 def test_a_run_leaves_what_it_promises(finished):
     names = {path.name for path in finished.output.iterdir()}
     files = {"config.json", "provenance.json", "tokenizer.json", "metrics.jsonl", "results.json", "sample.txt"}
-    assert names == files | {"checkpoint"}
+    assert names == files | {"checkpoint", "loss.png"}
     config = json.loads((finished.output / "config.json").read_text())
     assert config["command"] == "decoder-only"
     assert (config["model"]["d_model"], config["model"]["d_ff"], config["model"]["max_length"]) == (8, 32, 6)
@@ -361,7 +361,7 @@ def test_a_damaged_run_is_one_line_naming_the_file(finished, tmp_path, damage, w
     ("arguments", "wanted"),
     [
         (["--help"], ["decoder-only", "encoder-decoder", "baseline"]),
-        (["decoder-only", "--help"], ["--data", "--vocabulary", "600 steps of 16 x 64", "--resume", "--parallel"]),
+        (["decoder-only", "--help"], ["--data", "--vocabulary", "900 steps of 8 x 64", "--resume", "--parallel"]),
         (["encoder-decoder", "--help"], ["--pairs", "--bad-pairs", "paper-big", "noam schedule", "--coordinator"]),
     ],
 )
