@@ -8,6 +8,7 @@ python train.py decoder-only --help               every option
 
 import argparse
 import dataclasses
+import math
 import shlex
 import signal
 import sys
@@ -115,7 +116,7 @@ def train(
     take_step = layout.compile_train_step(structure, job.loss, job.optimizer)
     evaluate = layout.compile_eval_step(structure, job.validation_loss)
     first, validation = int(state.step), None
-    best = runs.best_validation_loss(runs.rewind_metrics(run.directory, first)) if main else None
+    best = runs.best_validation_loss(runs.rewind_metrics(run.directory, first)) if main else math.inf
     state, pace = layout.place_state(state), Pace(first, total)
 
     def validate() -> float:
@@ -129,6 +130,7 @@ def train(
             pace.took(number, count_labels(batch), metrics)
 
             validated = number % job.validate_every == 0 or number == total
+            validation = None
             logged = validated or number == 1 or number % run.options.run.log_every == 0
             if logged:
                 loss, grad_norm, _ = (float(value) for value in jax.device_get(metrics))
@@ -144,12 +146,10 @@ def train(
 
             # Several processes must stop at one step, and to ask them all is to wait for all.
             stopped = (logged or jax.process_count() == 1) and anywhere(stop.received is not None)
-            is_best = validated and (best is None or validation < best)
-            if is_best:
-                best = validation
+            is_best = validation is not None and validation < best
+            best = best if validation is None else min(best, validation)
             if main and (is_best or stopped or number % job.save_every == 0 or number == total):
-                loss_of_step = validation if validated else None
-                checkpoints.save(number, layout.unplace_state(state), validation_loss=loss_of_step)
+                checkpoints.save(number, layout.unplace_state(state), validation_loss=validation)
             if stopped and number < total:
                 return Trained(layout.unplace_state(state), None)
     return Trained(layout.unplace_state(state), validation if first < total else validate())

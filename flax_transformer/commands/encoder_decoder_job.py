@@ -151,7 +151,7 @@ def _draw_attention(model: EncoderDecoder, tokenizer: Tokenizer, pairs: data.Enc
     labels = pairs.target.padded([row], length=int(pairs.target.lengths[row]))[:, :_DRAWN_TOKENS]
     target = np.insert(labels[:, :-1], 0, data.BEGIN_ID, axis=1)
     weights = pictures.collect_attention(
-        model, source, target, masks.padding_mask(source), masks.causal_mask(target.shape[1])
+        model, source, target, masks.padding_mask(jnp.asarray(source)), masks.causal_mask(target.shape[1])
     )
     tokens = {"source": _tokens(tokenizer, source[0]), "target": _tokens(tokenizer, target[0])}
     for kind, rows, columns in (

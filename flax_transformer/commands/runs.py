@@ -4,6 +4,7 @@ import dataclasses
 import datetime
 import importlib.metadata
 import json
+import math
 import platform
 import shlex
 from collections.abc import Sequence
@@ -149,10 +150,9 @@ def rewind_metrics(run: RunDirectory, step: int) -> list[dict[str, Any]]:
     return kept
 
 
-def best_validation_loss(metrics: list[dict[str, Any]]) -> float | None:
-    """The least of a run so far; None where nothing was validated."""
-    losses = [entry["validation_loss"] for entry in metrics if "validation_loss" in entry]
-    return min(losses, default=None)
+def best_validation_loss(metrics: list[dict[str, Any]]) -> float:
+    """The least of a run so far; infinite where nothing was validated."""
+    return min((entry.get("validation_loss", math.inf) for entry in metrics), default=math.inf)
 
 
 def restore_newest(checkpoints: Checkpoints, like: Any) -> tuple[Any, list[str]]:

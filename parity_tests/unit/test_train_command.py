@@ -17,6 +17,7 @@ import train
 from flax_transformer import data, training
 from flax_transformer.checkpoint import Checkpoints
 from flax_transformer.commands import generate, progress, recipes, runs
+from flax_transformer.decoder_only import DecoderOnly
 
 PATTERN = " a b c d e f g" * 200
 TINY = [
@@ -107,6 +108,7 @@ def test_the_model_learns_and_the_end_compares_it_with_the_unigram_baseline(fini
 
 def test_the_validation_loss_is_the_mean_over_all_tokens(finished):
     run = runs.load_run(finished.output)
+    assert isinstance(run.model, DecoderOnly)
     ids = data.split(run.tokenizer.encode(PATTERN)).validation
     windows = [ids[start : start + 7] for start in range(0, len(ids) - 1, 6)]
     losses = []
