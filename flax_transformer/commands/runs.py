@@ -81,10 +81,23 @@ def open_directory(output: Path | None, record: dict[str, Any], *, resume: bool)
         return claim_directory(output, default=default)
     if output is None:
         raise ValueError("--resume continues the run of a directory; give it with --output DIR")
-    if not output.exists() or not _is_taken(output):
+    if not output.exists():
         return claim_directory(output, default=default)
+    if _is_only_claimed(output):
+        return RunDirectory(output)
     _refuse_another_run(read_json(RunDirectory(output).config), record, where=output)
     return RunDirectory(output)
+
+
+def _is_only_claimed(path: Path) -> bool:
+    """Whether a directory is empty, or of a run that was killed before its config.json was complete."""
+
+    def is_of_a_claim(entry: Path) -> bool:
+        if entry.name == "metrics.jsonl":
+            return entry.stat().st_size == 0
+        return entry.name.startswith(".config.json.")
+
+    return path.is_dir() and all(is_of_a_claim(entry) for entry in path.iterdir())
 
 
 def _refuse_another_run(saved: Any, given: dict[str, Any], *, where: Path) -> None:

@@ -166,11 +166,14 @@ def test_a_finished_run_that_is_resumed_takes_no_step_and_ends_as_before(whole, 
     assert_same_run(output, whole)
 
 
-@pytest.mark.parametrize("made", [False, True])
-def test_a_run_that_is_to_be_resumed_and_has_not_begun_begins(whole, text, tmp_path, made):
+@pytest.mark.parametrize("found", ["nothing", "an empty directory", "a claimed directory"])
+def test_a_run_that_is_to_be_resumed_and_has_not_begun_begins(whole, text, tmp_path, found):
     output = tmp_path / "run"
-    if made:
+    if found != "nothing":
         output.mkdir()
+    if found == "a claimed directory":  # whose run was killed while it built its model, or wrote its first file
+        (output / "metrics.jsonl").touch()
+        (output / ".config.json.abc").write_text("{")
     status, out, _ = call(train.main, "--data", text, *TINY, "--output", output, "--resume")
     assert status == 0
     assert "nothing to resume" in out
