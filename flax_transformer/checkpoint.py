@@ -103,8 +103,9 @@ class Checkpoints:
         """Args:
         directory: made at the first save if it does not exist.
         keep: how many of the newest checkpoints stay, beside the one with the least validation loss; None: all.
-        saving: "asynchronous" returns from `save` while another thread writes; what goes wrong there is raised by the
-            next call of `save` or `close`.
+        saving: "asynchronous" is for the one process that trains: `save` returns while another thread writes, what
+            goes wrong there is raised by the next call of `save` or `close`, and what a save left behind that was
+            killed is removed first.
         """
         self._directory = directory.absolute()  # orbax refuses relative paths
         self._keep = keep
@@ -214,6 +215,7 @@ class Checkpoints:
                 enable_async_checkpointing=self._saving == "asynchronous",
                 multiprocessing_options=alone,
                 create=False,
+                cleanup_tmp_directories=self._saving == "asynchronous",
             )
             self._directory.mkdir(parents=True, exist_ok=True)
             self._manager = ocp.CheckpointManager(
