@@ -21,7 +21,6 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-from numpy.typing import ArrayLike
 
 from flax_transformer.parity import record_flax
 from flax_transformer.parity.recording import split_activation_key
@@ -117,7 +116,7 @@ def collect_attention(model: nnx.Module, *inputs: Any) -> dict[str, Float[np.nda
 
 
 def attention_maps(
-    weights: Mapping[str, Float[ArrayLike, "N T S"]], *, rows: Sequence[str], columns: Sequence[str], output: Path
+    weights: Mapping[str, Float[np.ndarray, "N T S"]], *, rows: Sequence[str], columns: Sequence[str], output: Path
 ) -> None:
     """Draws one panel for every layer (downwards) and head (to the right): who attends to whom, on one colour scale.
 
