@@ -33,4 +33,4 @@ def float64() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def no_switch_is_left_on() -> Iterator[None]:
     yield
-    assert not jax.config.jax_enable_x64, "a test left JAX's 64-bit mode on"
+    assert jax.dtypes.canonicalize_dtype("float64") == "float32", "a test left JAX's 64-bit mode on"

@@ -32,6 +32,7 @@ def test_a_planted_mistake_is_caught_on_its_rung_and_named_at_its_module(fault):
     verdict = verdict_on(fault)
     assert not verdict.passed, f"{fault} went unnoticed:\n{verdict}"
     divergence = verdict.first_divergence
+    assert divergence is not None
     assert (divergence.rung, divergence.path) == (fault.rung, fault.module), str(verdict)
 
 

@@ -45,7 +45,7 @@ class Case:
     size: Literal["small", "document"]
     reference: Callable[[], "torch.nn.Module"]
     config: Callable[[Dtype], TransformerConfig]
-    model: Callable[[TransformerConfig], nnx.Module]
+    model: Callable[[Any], nnx.Module]
     inputs: Callable[[np.random.Generator], dict[str, np.ndarray]]
     call_reference: Callable[..., Any]
     call_model: Callable[..., Any]
