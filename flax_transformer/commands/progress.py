@@ -9,7 +9,9 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 import jax
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Column
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,8 +136,11 @@ class Bar(Display):
     """A bar in the last line of a terminal."""
 
     def __init__(self, total_steps: int) -> None:
+        # A narrow terminal cuts the report short, never the count of steps. The console is one of our own, since rich's
+        # shared one keeps the width that it found when it was made.
+        count = MofNCompleteColumn(table_column=Column(no_wrap=True, min_width=2 * len(str(total_steps)) + 1))
         self._progress = Progress(
-            TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[report]}")
+            BarColumn(bar_width=16), count, TextColumn("{task.fields[report]}"), console=Console()
         )
         self._task = self._progress.add_task("training", total=total_steps, report="compiling ...")
 

@@ -393,3 +393,13 @@ def test_the_bar_shows_what_the_lines_show(monkeypatch):
     assert "[a title]" in shown
     assert "3/7" in shown
     assert "loss 1.250  lr 2.00e-03  norm 0.50  12,346 tokens/s  1:02:05 left  validation loss 1.500" in shown
+
+
+def test_a_narrow_terminal_still_shows_the_count_of_steps(monkeypatch):
+    terminal = io.StringIO()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "60")
+    report = progress.Report(3, 1.25, 2e-3, 0.5, 12345.6, 3725.0, 1.5)
+    with contextlib.redirect_stdout(terminal), progress.Bar(700) as bar:
+        bar.show(report)
+    assert "3/700" in terminal.getvalue()
