@@ -138,6 +138,7 @@ def test_exported_arrays_may_be_saved_by_anyone(tmp_path, name, dtype):
     safetensors.numpy.save_file(state, tmp_path / "state")  # 0.8.0 would scramble an array that is transposed in memory
     assert_same_arrays(safetensors.numpy.load_file(tmp_path / "state"), state)
     assert all(array.flags.owndata for array in state.values())
+    assert len({id(array) for array in state.values()}) == len(state)
 
 
 def test_gpt2_has_gpt2s_names_fused_projections_and_tied_head():
@@ -315,6 +316,8 @@ def test_an_alias_must_be_equal_bit_for_bit():
     assert refused(model, state)[0].startswith(f"{names[5]} must equal {names[0]}")
     state[names[5]] = state[names[0]].astype(np.float64)
     assert "float64 (12,) against float32 (12,)" in refused(model, state)[0]
+    state[names[5]] = state[names[0]].view(np.int32)
+    assert "int32 (12,) against float32 (12,)" in refused(model, state)[0]
 
 
 def test_values_that_are_no_arrays_are_named():
