@@ -188,7 +188,7 @@ def _difference(left: np.ndarray, right: np.ndarray) -> str:
 
 
 def _foreign_shapes(model: nnx.Module, rule: Rule) -> list[tuple[int, ...]]:
-    """The shapes that the rule's sources should have, from those of its targets; no memory is used."""
+    """The shapes that the rule's sources should have, from those of its targets."""
     hollow = [np.broadcast_to(np.float32(0), find(model, target).shape) for target in rule.targets]
     return [array.shape for array in rule.export(hollow)]
 
