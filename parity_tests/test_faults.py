@@ -5,6 +5,7 @@ import pytest
 
 from flax_transformer import parity
 from parity_tests.cases import all_cases, load_reference, rules_for
+from parity_tests.faults import Fault
 from parity_tests.faults.catalogue import FAULTS
 from parity_tests.references import reference
 
@@ -38,15 +39,7 @@ def test_a_planted_mistake_is_caught_on_its_rung_and_named_at_its_module(fault):
 
 @pytest.mark.parametrize("name", sorted({fault.case for fault in FAULTS}))
 def test_the_same_climb_without_a_mistake_passes(name):
-    case = CASES[name]
-    recorded = reference(case, "float64", 0)
-    with jax.enable_x64(True):
-        model = case.model(case.config("float64"))
-        load_reference(model, recorded)
-        candidate = parity.record_flax(
-            model, recorded.inputs, call=case.call_model, masks=case.model_masks(recorded.inputs)
-        )
-        verdict = parity.compare(recorded, candidate, rules_for(model))
+    verdict = verdict_on(Fault(name="none", case=name, rung="", module=""))
     assert verdict.passed, str(verdict)
 
 

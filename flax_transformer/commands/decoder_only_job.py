@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from flax_transformer import data, training
 from flax_transformer.commands.generate import Sampling, continue_text
-from flax_transformer.commands.jobs import Job, describe, intervals, refuse
+from flax_transformer.commands.jobs import Job, chosen_sizes, describe, intervals, refuse
 from flax_transformer.commands.recipes import DECODER_ONLY
 from flax_transformer.commands.train_options import DecoderOnlyOptions, given
 from flax_transformer.config import DecoderOnlyConfig
@@ -37,9 +37,7 @@ def prepare_decoder_only(options: DecoderOnlyOptions) -> Job:
     data.check_split(parts, context_length=recipe.context_length, source=corpus.name)
     prompt = parts.validation[:16] if options.prompt is None else tokenizer.encode(options.prompt)
 
-    sizes = given(options, dataclasses.fields(DecoderOnlyConfig))
-    if options.model.d_model is not None:
-        sizes["d_ff"] = 4 * options.model.d_model
+    sizes = chosen_sizes(options, DecoderOnlyConfig)
     config = preset.config(vocab_size=tokenizer.vocab_size, max_length=recipe.context_length, **sizes)
 
     def write_sample(model: DecoderOnly) -> str:

@@ -11,7 +11,7 @@ from flax import nnx
 from numpy.typing import NDArray
 
 from flax_transformer import data, decoding, masks, training
-from flax_transformer.commands.jobs import Job, describe, intervals, refuse
+from flax_transformer.commands.jobs import Job, chosen_sizes, describe, intervals, refuse
 from flax_transformer.commands.recipes import ENCODER_DECODER
 from flax_transformer.commands.train_options import EncoderDecoderOptions, given
 from flax_transformer.config import EncoderDecoderConfig
@@ -49,10 +49,8 @@ def prepare_encoder_decoder(options: EncoderDecoderOptions) -> Job:
     too_long = train.too_long + held_out.too_long
     batches = data.PairBatches(train, batch_size=recipe.batch_size, seed=seed, buckets=recipe.buckets)
 
-    sizes = given(options, dataclasses.fields(EncoderDecoderConfig))
+    sizes = chosen_sizes(options, EncoderDecoderConfig)
     sizes.pop("max_length", None)
-    if options.model.d_model is not None:
-        sizes["d_ff"] = 4 * options.model.d_model
     config = preset.config(vocab_size=vocab_size, **sizes)
     config = dataclasses.replace(config, max_length=max(config.max_length, recipe.max_length))
 

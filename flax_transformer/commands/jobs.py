@@ -11,7 +11,8 @@ from flax import nnx
 
 from flax_transformer import optimizers, training
 from flax_transformer.commands.recipes import Recipe
-from flax_transformer.commands.train_options import Options, as_record
+from flax_transformer.commands.train_options import Options, as_record, given
+from flax_transformer.config import TransformerConfig
 from flax_transformer.tokenizer import Tokenizer
 
 
@@ -65,6 +66,12 @@ def intervals(options: Options, recipe: Recipe) -> dict[str, int]:
     """Steps between two validations, and between two checkpoints."""
     fifth = max(recipe.steps // 5, 1)
     return {"validate_every": options.run.validate_every or fifth, "save_every": options.run.save_every or fifth}
+
+
+def chosen_sizes(options: Options, config: type[TransformerConfig]) -> dict[str, Any]:
+    """The fields of a configuration that the user decided; a width brings a feed-forward network four times as wide."""
+    sizes = given(options, dataclasses.fields(config))
+    return sizes if options.model.d_model is None else {**sizes, "d_ff": 4 * options.model.d_model}
 
 
 def describe(

@@ -42,6 +42,15 @@ class Rule:
         return f"{self.kind}: {left} -> {right}"
 
 
+def _same(arrays: Arrays) -> Arrays:
+    return arrays
+
+
+def transposed(arrays: Arrays) -> Arrays:
+    """Each matrix transposed."""
+    return [array.T for array in arrays]
+
+
 def copy(source: str, target: str) -> Rule:
     return Rule("copy", (source,), (target,), load=_same, export=_same)
 
@@ -50,28 +59,26 @@ def transpose(source: str, target: str) -> Rule:
     return Rule("transpose", (source,), (target,), load=transposed, export=transposed)
 
 
-def split(source: str, targets: Sequence[str], *, axis: int, then: Callable[[Arrays], Arrays] | None = None) -> Rule:
+def split(source: str, targets: Sequence[str], *, axis: int, then: Callable[[Arrays], Arrays] = _same) -> Rule:
     """``source`` in ``len(targets)`` equal parts along ``axis``; ``then=transposed`` transposes each part."""
-    each = _same if then is None else then
     count = len(targets)
     return Rule(
         "split",
         (source,),
         tuple(targets),
-        load=lambda arrays: each(np.split(arrays[0], count, axis=axis)),
-        export=lambda arrays: [np.concatenate(each(arrays), axis=axis)],
+        load=lambda arrays: then(np.split(arrays[0], count, axis=axis)),
+        export=lambda arrays: [np.concatenate(then(arrays), axis=axis)],
     )
 
 
-def stack(sources: Sequence[str], target: str, *, then: Callable[[Arrays], Arrays] | None = None) -> Rule:
+def stack(sources: Sequence[str], target: str, *, then: Callable[[Arrays], Arrays] = _same) -> Rule:
     """All ``sources`` along a new first axis; ``then=transposed`` transposes each before."""
-    each = _same if then is None else then
     return Rule(
         "stack",
         tuple(sources),
         (target,),
-        load=lambda arrays: [np.stack(each(arrays))],
-        export=lambda arrays: each(list(arrays[0])),
+        load=lambda arrays: [np.stack(then(arrays))],
+        export=lambda arrays: then(list(arrays[0])),
     )
 
 
@@ -89,12 +96,3 @@ def buffer(source: str, target: str, *, leading_axes: int = 0, optional: bool = 
 
 def alias(source: str, *, of: str) -> Rule:
     return Rule("alias", (source,), (), load=_same, export=_same, alias_of=of)
-
-
-def transposed(arrays: Arrays) -> Arrays:
-    """Each matrix transposed."""
-    return [array.T for array in arrays]
-
-
-def _same(arrays: Arrays) -> Arrays:
-    return arrays
