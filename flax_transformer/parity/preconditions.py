@@ -10,11 +10,13 @@ from flax_transformer.parity.recording import Arrays, Recording
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One run of the reference, the same run of the candidate, and for float32 the reference's run in float64."""
+    """One run of the reference, the same run of the candidate, and for float32 the reference's run in float64, and
+    perhaps further runs of the reference that sum in another order."""
 
     reference: Recording
     candidate: Recording
     truth: Recording | None = None
+    envelope: tuple[Recording, ...] = ()
 
 
 def require_comparable(cases: Sequence[Case]) -> None:
@@ -27,7 +29,8 @@ def require_comparable(cases: Sequence[Case]) -> None:
     problems = []
     for number, case in enumerate(cases):
         prefix = f"case {number}: " if len(cases) > 1 else ""
-        problems += [prefix + problem for problem in (*_dtype_problems(case), *_input_problems(case))]
+        found = (*_dtype_problems(case), *_input_problems(case), *_learning_problems(case))
+        problems += [prefix + problem for problem in found]
         if case.truth is not None:
             problems += [prefix + problem for problem in _truth_problems(case.reference, case.truth)]
         for side, first, this in (
@@ -73,10 +76,44 @@ def _input_problems(case: Case) -> Iterator[str]:
         yield f"the reference has the masks {sorted(ours.masks)}, the candidate {sorted(theirs.masks)}"
 
 
+# What one side recorded and the other not would silently not be compared.
+LEARNED = {"losses": "loss=", "updates": "optimizer=", "trained": "steps=", "decoded": "decode="}
+
+
+def _learning_problems(case: Case) -> Iterator[str]:
+    ours, theirs = case.reference, case.candidate
+    for section, argument in LEARNED.items():
+        has = bool(getattr(ours, section)), bool(getattr(theirs, section))
+        if has[0] != has[1]:
+            side = "reference" if has[0] else "candidate"
+            yield f"only the {side} has {section}, record both with {argument}"
+    steps = [len(run.losses["loss"]) for run in (ours, theirs) if run.losses]
+    if len(set(steps)) > 1:
+        yield f"the reference took {steps[0]} steps and the candidate {steps[1]}"
+    if len(ours.batches) != len(theirs.batches):
+        yield f"the reference has {len(ours.batches)} arrays of further batches, the candidate {len(theirs.batches)}"
+    else:
+        # The names of inputs may differ, so the order counts; both sides list batch after batch.
+        pairs = zip(ours.batches.items(), theirs.batches.values(), strict=True)
+        yield from (f"batch {name} differs" for (name, a), b in pairs if not _same(a, b))
+    if ours.decoded.keys() != theirs.decoded.keys():
+        yield f"the reference decoded {list(ours.decoded)}, the candidate {list(theirs.decoded)}"
+    kinds = [{name.partition("/")[0] for name in run.moments} for run in (ours, theirs)]
+    if kinds[0] != kinds[1] and ours.updates and theirs.updates:
+        yield f"the reference's optimizer has the moments {sorted(kinds[0])}, the candidate's {sorted(kinds[1])}"
+    if ours.dropout and theirs.dropout:
+        masks = list(ours.dropout.values()), list(theirs.dropout.values())
+        if len(masks[0]) != len(masks[1]) or not all(_same(a, b) for a, b in zip(*masks, strict=True)):
+            yield "dropout kept other elements; record the candidate with dropout=, the reference's masks"
+    for run in case.envelope:
+        if _names(run) != _names(ours) or run.dtype != ours.dtype or len(run.trained) != len(ours.trained):
+            yield "a recording of the envelope is of another run than the reference"
+
+
 def _truth_problems(reference: Recording, truth: Recording) -> Iterator[str]:
     if truth.dtype != "float64":
         yield f"the truth is {truth.dtype}, it must be float64"
-    for section in ("activations", "outputs"):
+    for section in ("activations", "outputs", "gradients", "updates", "moments", "trained"):
         if list(getattr(reference, section)) != list(getattr(truth, section)):
             yield f"the truth has other {section} than the reference"
     # The truth must be that of the rounded numbers: their rounding in the reference's error would hide the candidate's.

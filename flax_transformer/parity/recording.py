@@ -7,7 +7,7 @@ version, the order of the names, the aliases, the provenance, and the size and S
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,23 @@ Arrays = Mapping[str, np.ndarray]
 Names = Mapping[str, tuple[str, ...]]
 
 FORMAT = "flax_transformer.parity recording"
-VERSION = 1
+VERSION = 2
 MANIFEST = "recording.json"
-SECTIONS = ("inputs", "masks", "parameters", "buffers", "activations", "outputs")
+SECTIONS = (
+    *(
+        "inputs",
+        "batches",
+        "masks",
+        "dropout",
+        "parameters",
+        "buffers",
+        "activations",
+        "outputs",
+        "losses",
+        "gradients",
+    ),
+    *("activation_gradients", "updates", "moments", "trained", "decoded"),
+)
 
 # safetensors.numpy 0.8.0 writes bfloat16 and cannot read it back, hence a table of our own.
 DTYPES = {
@@ -47,6 +61,16 @@ class Recording:
         buffers: every other array of the model's state: position tables, running statistics.
         activations: outputs of every submodule, in the order in which the calls ended, under ``activation_key``.
         outputs: the final result, flattened by ``flatten``; a bare array has the name "".
+        batches: inputs of the training steps after the first, under "step/name"; step k takes batch k modulo their number.
+        dropout: the masks that were applied, True = kept, by ``activation_key`` of the site, in the order of drawing.
+        losses: "loss" -> the loss before each step, on its batch; one number where nothing was trained.
+        gradients: of the first loss with respect to every parameter; a shared one has the sum over its uses.
+        activation_gradients: of the first loss with respect to what left a submodule, under ``activation_key``, in the
+            order of ``activations``.
+        updates: what the first optimizer step adds to each parameter.
+        moments: the optimizer's state after that step, "first/NAME", "second/NAME", "momentum/NAME".
+        trained: parameters after the last step, where there were several.
+        decoded: token ids of a decoding, by name.
         tensor_names: canonical name of every parameter and buffer -> all its names.
         module_names: canonical path of every module, called or not -> all its paths; the model itself is "".
         provenance: framework, versions, devices, threads, matmul precision, in words.
@@ -62,6 +86,15 @@ class Recording:
     tensor_names: Names
     module_names: Names
     provenance: Mapping[str, str]
+    batches: Arrays = dataclasses.field(default_factory=dict)
+    dropout: Arrays = dataclasses.field(default_factory=dict)
+    losses: Arrays = dataclasses.field(default_factory=dict)
+    gradients: Arrays = dataclasses.field(default_factory=dict)
+    activation_gradients: Arrays = dataclasses.field(default_factory=dict)
+    updates: Arrays = dataclasses.field(default_factory=dict)
+    moments: Arrays = dataclasses.field(default_factory=dict)
+    trained: Arrays = dataclasses.field(default_factory=dict)
+    decoded: Arrays = dataclasses.field(default_factory=dict)
 
     @property
     def tensors(self) -> Arrays:
@@ -242,6 +275,25 @@ def as_inputs(inputs: Any, dtype: str) -> dict[str, np.ndarray]:
             f"{'; '.join(offenders) or 'none'}; other arguments go into a function given as `call`"
         )
     return {name: array.astype(dtype) if is_floating(array) else array for name, array in named.items()}
+
+
+def as_batches(batches: Sequence[Any], inputs: Any, dtype: str) -> list[dict[str, np.ndarray]]:
+    """Every batch as ``as_inputs``, with the names of ``inputs``.
+
+    Raises:
+        ValueError: a batch has other names than ``inputs``.
+    """
+    converted = [as_inputs(batch, dtype) for batch in batches]
+    names = list(as_inputs(inputs, dtype))
+    offenders = [f"batch {number}: {list(batch)}" for number, batch in enumerate(converted) if list(batch) != names]
+    if offenders:
+        raise ValueError(f"batches must have the names of the inputs, {names}, got {'; '.join(offenders)}")
+    return converted
+
+
+def name_batches(batches: Sequence[Arrays]) -> dict[str, np.ndarray]:
+    """Batches under the names of a recording, "step/name"."""
+    return {f"{number}/{name}": array for number, batch in enumerate(batches) for name, array in batch.items()}
 
 
 def as_masks(masks: Mapping[str, Any]) -> dict[str, np.ndarray]:

@@ -36,7 +36,7 @@ class Ladder:
         modules = by_any_name(self.candidate.module_names)
         for name in self.candidate.parameters:
             if name not in users:
-                yield _row(name, owner(name, modules), Finding(False, "is in the candidate only"))
+                yield row_of(name, owner(name, modules), Finding(False, "is in the candidate only"))
 
     def shapes(self) -> Iterator[Row]:
         """Shapes and dtypes of everything, and, since parameters are copied, equality of their values."""
@@ -52,25 +52,25 @@ class Ladder:
         yield from self._tensor_rows(findings)
         yield from self.calls.unlike
         for name, path, samples in self._activation_samples():
-            yield _row(name, path, judge_layout(samples))
+            yield row_of(name, path, judge_layout(samples))
         if len(self.reference.outputs) != len(self.candidate.outputs):
             ours, theirs = list(self.reference.outputs), list(self.candidate.outputs)
-            yield _row("output", "", Finding(False, f"is {len(theirs)} arrays {theirs}, the reference {ours}"))
+            yield row_of("output", "", Finding(False, f"is {len(theirs)} arrays {theirs}, the reference {ours}"))
         for name, samples in self._output_samples():
-            yield _row(name, "", judge_layout(samples))
+            yield row_of(name, "", judge_layout(samples))
 
     def masks(self) -> Iterator[Row]:
         """Boolean inputs, the masks handed to the recorders, boolean outputs of modules."""
         for pairs in zip(*(paired_inputs(case) for case in self.cases), strict=True):
             name, a, b = pairs[0]
             if is_mask(a, b):
-                yield _row(f"input {name}", "", judge_equal([Sample(a, b) for _, a, b in pairs]))
+                yield row_of(f"input {name}", "", judge_equal([Sample(a, b) for _, a, b in pairs]))
         for name in self.reference.masks:
             samples = [Sample(case.reference.masks[name], case.candidate.masks[name]) for case in self.cases]
-            yield _row(f"mask {name}", "", judge_equal(samples))
+            yield row_of(f"mask {name}", "", judge_equal(samples))
         for name, path, samples in self._activation_samples():
             if is_mask(samples[0].reference):
-                yield _row(name, path, judge_equal(samples))
+                yield row_of(name, path, judge_equal(samples))
 
     def buffers(self) -> Iterator[Row]:
         """Buffers are copied, so their values are equal."""
@@ -81,16 +81,16 @@ class Ladder:
         """Every call of every matched module, in the order in which the reference's calls ended."""
         rows = [*self.calls.miscounted]
         for name, path, samples in self._activation_samples():
-            if not is_mask(samples[0].reference) and _same_shapes(samples):
-                rows.append(_row(name, path, judge_values(samples)))
+            if not is_mask(samples[0].reference) and same_shapes(samples):
+                rows.append(row_of(name, path, judge_values(samples)))
         position = {key: place for place, key in enumerate(self.reference.activations)}
         yield from sorted(rows, key=lambda row: position[row.name])
 
     def output(self) -> Iterator[Row]:
         """The final result."""
         for name, samples in self._output_samples():
-            if _same_shapes(samples):
-                yield _row(name, "", judge_values(samples))
+            if same_shapes(samples):
+                yield row_of(name, "", judge_values(samples))
 
     def unmatched(self) -> Iterator[str]:
         """What could have been compared and was not, for a person to read."""
@@ -131,7 +131,7 @@ class Ladder:
 
     def _tensor_rows(self, findings: Iterable[tuple[str, Finding]]) -> list[Row]:
         modules, order = by_any_name(self.reference.module_names), execution_order(self.reference)
-        rows = [_row(name, owner(name, modules), finding) for name, finding in findings]
+        rows = [row_of(name, owner(name, modules), finding) for name, finding in findings]
         return sorted(rows, key=lambda row: order.get(row.path, math.inf))
 
     def _activation_samples(self) -> Iterator[tuple[str, str, list[Sample]]]:
@@ -163,7 +163,8 @@ class Ladder:
             yield f"output{ours}", samples
 
 
-def _row(name: str, path: str, finding: Finding) -> Row:
+def row_of(name: str, path: str, finding: Finding) -> Row:
+    """A row of a finding."""
     return Row(
         name=name,
         path=path,
@@ -174,5 +175,6 @@ def _row(name: str, path: str, finding: Finding) -> Row:
     )
 
 
-def _same_shapes(samples: Sequence[Sample]) -> bool:
+def same_shapes(samples: Sequence[Sample]) -> bool:
+    """Whether values can be compared at all."""
     return all(sample.reference.shape == sample.candidate.shape for sample in samples)

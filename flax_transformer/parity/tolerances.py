@@ -25,6 +25,17 @@ STRADDLING = 64
 # ignores a constant), and its digits are rounding noise.
 STRUCTURAL_ZERO = 1e-13
 
+# An element whose gradient is below this part of its module's largest is rounding noise in that dtype, whatever its module:
+# its update under Adam has the size of the learning rate and the sign of the noise. 64 u in float32, by the same measure
+# as STRADDLING; in float64 the bound of structural zeros.
+GRADIENT_NOISE = {"float64": STRUCTURAL_ZERO, "float32": 64 * UNIT_ROUNDOFF["float32"]}
+
+# A training run in float64: differences of final weights relative to how far the weights moved, and of losses relative to
+# the loss. 200 Adam steps leave up to 1.4e-11 in the weights of correct ports, whose gradients differ by 1e-14: noise grows
+# with the steps, by a factor that depends on the task; 1e-9 is two orders above what was seen. What is smaller than that and
+# wrong shows on the rung of the first update, which is held to MEANING.
+TRAINING = 1e-9
+
 # Reduced gradients and SGD updates on several devices against one, relative: the order of a sum changes, nothing else.
 DEVICES = {"float32": 2e-6, "float64": 1e-12}
 

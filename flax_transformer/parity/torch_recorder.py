@@ -1,18 +1,35 @@
 """The PyTorch side. This file needs torch, numpy, and of this library ``recording`` alone (numpy and safetensors)."""
 
+import contextlib
 import copy
+import math
 import platform
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
 
-from flax_transformer.parity.recording import Recording, activation_key, as_inputs, as_masks, flatten
+from flax_transformer.parity.recording import (
+    Recording,
+    activation_key,
+    as_batches,
+    as_inputs,
+    as_masks,
+    flatten,
+    name_batches,
+)
 
 if TYPE_CHECKING:
     import torch
+
+Mode = Literal["eval", "train"]
+Masks = Mapping[str, np.ndarray] | Sequence[np.ndarray]
+
+# The names of optimizers' states, for what other libraries call mu, nu and trace.
+MOMENTS = {"exp_avg": "first", "exp_avg_sq": "second", "momentum_buffer": "momentum"}
 
 
 def record_torch(
@@ -20,10 +37,19 @@ def record_torch(
     inputs: Any,
     *,
     dtype: str = "float64",
+    mode: Mode = "eval",
     call: Callable[..., Any] | None = None,
     masks: Mapping[str, Any] | None = None,
+    dropout: Masks | None = None,
+    loss: "Callable[[Any, Any], torch.Tensor] | None" = None,
+    optimizer: "Callable[[torch.nn.Module], torch.optim.Optimizer] | None" = None,
+    schedule: "Callable[[Any], Any] | None" = None,
+    max_norm: float | None = None,
+    steps: int = 1,
+    batches: Sequence[Any] = (),
+    decode: Callable[..., Any] | None = None,
 ) -> Recording:
-    """Run a copy of ``module`` in eval mode, cast to ``dtype``, and record every submodule's output.
+    """Run a copy of ``module``, cast to ``dtype``, and record every submodule's output, and on request how it learns.
 
     The module itself is left as it is. PyTorch's fused attention path is switched off for the run, since it would bypass
     the submodules.
@@ -33,11 +59,23 @@ def record_torch(
         inputs: an array, a tuple of arrays (positional) or a mapping (by keyword). Floats are cast to ``dtype``, integers
             to int64, PyTorch's index type.
         dtype: "float64", "float32", "float16" or "bfloat16".
+        mode: "train" switches dropout on, whose masks are then recorded.
         call: what to run, as ``call(module, *inputs)`` or ``call(module, **inputs)``; the default calls the module.
         masks: masks that were built with the reference's own functions, to be compared on the rung of that name.
+        dropout: masks to apply instead of drawing them (mode "train" only), as another recording's ``dropout``: by
+            site, or a sequence in order of execution; True = kept.
+        loss: ``loss(output, inputs)``, a scalar, of what ``call`` returns and the tensors that it was given. Its gradients
+            are recorded.
+        optimizer: ``optimizer(module)`` builds it, for example ``lambda module: torch.optim.Adam(module.parameters())``.
+            The first update is recorded, and the weights after the last.
+        schedule: ``schedule(optimizer)`` builds a scheduler, which is stepped after each step.
+        max_norm: gradients are clipped to this joint norm before each step, by ``clip_grad_norm_``.
+        steps: how many optimizer steps to take.
+        batches: inputs of the steps after the first, taken in turn; by default every step takes ``inputs``.
+        decode: ``decode(module, *inputs)`` or ``decode(module, **inputs)``, token ids or a mapping of them.
     Raises:
         ModuleNotFoundError: torch is not installed.
-        ValueError: ``dtype`` or an input is of another kind.
+        ValueError: an option or an input is of another kind, or the masks are not those of the sites.
     """
     try:
         import torch
@@ -47,44 +85,66 @@ def record_torch(
             "made elsewhere load without it"
         ) from error
 
+    _require_options(
+        mode, dropout, loss, optimizer, steps, schedule is not None or max_norm is not None or len(batches)
+    )
     arrays = as_inputs(inputs, dtype)
-    tensors = {name: _to_tensor(array) for name, array in arrays.items()}
-    copied = _copy(module).to(getattr(torch, dtype)).eval()
+    later = as_batches(batches, inputs, dtype)
+    copied = _copy(module).to(getattr(torch, dtype)).train(mode == "train")
     module_names = _names(module.named_modules(remove_duplicate=False))
     parameter_names = _names(module.named_parameters(remove_duplicate=False))
     buffer_names = _names(module.named_buffers(remove_duplicate=False))
     parameters, buffers = (dict(named) for named in (copied.named_parameters(), copied.named_buffers()))
     device = next((tensor.device for tensor in [*parameters.values(), *buffers.values()]), torch.device("cpu"))
-    tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
-    activations: dict[str, np.ndarray] = {}
-    calls: Counter[str] = Counter()
 
-    def hook_of(path: str) -> Callable[..., None]:
-        def hook(_module: Any, _args: Any, output: Any) -> None:
-            for suffix, tensor in flatten(output, torch.Tensor):
-                activations[activation_key(path, calls[path], suffix)] = _to_numpy(tensor)
-            calls[path] += 1
+    def batch_of(named: Mapping[str, np.ndarray]) -> Any:
+        tensors = {name: _to_tensor(array).to(device) for name, array in named.items()}
+        return tensors if isinstance(inputs, Mapping) else tuple(tensors.values())
 
-        return hook
+    def run(function: Callable[..., Any], batch: Any) -> Any:
+        return function(copied, **batch) if isinstance(inputs, Mapping) else function(copied, *batch)
 
-    for path, submodule in copied.named_modules():
-        submodule.register_forward_hook(hook_of(path))
-    run = call or (lambda model, *args, **kwargs: model(*args, **kwargs))
-    fused = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with torch.no_grad():
-            result = run(copied, **tensors) if isinstance(inputs, Mapping) else run(copied, *tensors.values())
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fused)
+    forward = call or (lambda model, *args, **kwargs: model(*args, **kwargs))
+    start = {name: _to_numpy(tensor) for name, tensor in parameters.items()}
+    state = {name: _to_numpy(tensor) for name, tensor in buffers.items()}
+    decoded: dict[str, np.ndarray] = {}
+    if decode is not None:
+        with torch.no_grad(), _unfused():
+            decoded = {k: _to_numpy(v) for k, v in flatten(run(decode, batch_of(arrays)), torch.Tensor)}
+    recorder = _Recorder(dict(copied.named_modules()), dropout, gradients=loss is not None)
+    learned: dict[str, dict[str, np.ndarray]] = {}
+    with _unfused():
+        with recorder.hooks(), torch.set_grad_enabled(loss is not None):
+            batch = batch_of(arrays)
+            result = run(forward, batch)
+            outputs = {suffix: _to_numpy(tensor) for suffix, tensor in flatten(result, torch.Tensor)}
+            if loss is not None:
+                value = _scalar(loss(result, batch))
+                value.backward()
+        if loss is not None:
+            learned["losses"] = {"loss": np.array([_to_numpy(value)])}
+            learned["gradients"] = {name: _gradient(tensor) for name, tensor in parameters.items()}
+        if loss is not None and optimizer is not None:
+
+            def next_loss(number: int) -> Any:
+                batch = batch_of([arrays, *later][number % (1 + len(later))])
+                again = _Recorder(recorder.modules, dropout, gradients=False)
+                with again.hooks() if dropout is not None else contextlib.nullcontext(), torch.enable_grad():
+                    return _scalar(loss(run(forward, batch), batch))
+
+            learned |= _train(copied, value, next_loss, optimizer, schedule, max_norm, steps, start)
     return Recording(
         dtype=dtype,
         inputs=arrays,
+        batches=name_batches(later),
         masks=as_masks(masks or {}),
-        parameters={name: _to_numpy(parameters[name]) for name in parameter_names},
-        buffers={name: _to_numpy(buffers[name]) for name in buffer_names},
-        activations=activations,
-        outputs={suffix: _to_numpy(tensor) for suffix, tensor in flatten(result, torch.Tensor)},
+        dropout=recorder.masks,
+        parameters={name: start[name] for name in parameter_names},
+        buffers={name: state[name] for name in buffer_names},
+        activations=recorder.activations,
+        activation_gradients={k: recorder.gradients[k] for k in recorder.activations if k in recorder.gradients},
+        outputs=outputs,
+        decoded=decoded,
         tensor_names={**parameter_names, **buffer_names},
         module_names=module_names,
         provenance={
@@ -94,9 +154,207 @@ def record_torch(
             "python": platform.python_version(),
             "device": str(device),
             "threads": str(torch.get_num_threads()),
-            "matmul precision": torch.get_float32_matmul_precision(),
+            "matmul precision": _effective_precision(device),
         },
+        **learned,
     )
+
+
+def _train(
+    module: "torch.nn.Module",
+    value: "torch.Tensor",
+    next_loss: "Callable[[int], torch.Tensor]",
+    optimizer: "Callable[[torch.nn.Module], torch.optim.Optimizer]",
+    schedule: Callable[[Any], Any] | None,
+    max_norm: float | None,
+    steps: int,
+    start: Mapping[str, np.ndarray],
+) -> dict[str, dict[str, np.ndarray]]:
+    """The sections of a training run; ``value`` is the first loss, whose gradients are there already."""
+    import torch
+
+    parameters = dict(module.named_parameters())
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    built = optimizer(module)
+    scheduler = schedule(built) if schedule is not None else None
+    learned: dict[str, dict[str, np.ndarray]] = {}
+    losses = [_to_numpy(value)]
+    for number in range(steps):
+        if number:
+            built.zero_grad()
+            value = next_loss(number)
+            value.backward()
+            losses.append(_to_numpy(value))
+        if max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm)
+        built.step()
+        if scheduler is not None:
+            scheduler.step()
+        if number == 0:
+            learned["updates"] = {name: _to_numpy(tensor) - start[name] for name, tensor in parameters.items()}
+            learned["moments"] = {
+                f"{MOMENTS[kind]}/{names[id(parameter)]}": _to_numpy(moment)
+                for parameter, state in built.state.items()
+                for kind, moment in state.items()
+                if kind in MOMENTS and isinstance(moment, torch.Tensor)
+            }
+    learned["losses"] = {"loss": np.array(losses)}
+    if steps > 1:
+        learned["trained"] = {name: _to_numpy(tensor) for name, tensor in parameters.items()}
+    return learned
+
+
+class _Recorder:
+    """What one forward pass, and the backward pass after it, leave behind."""
+
+    def __init__(self, modules: "Mapping[str, torch.nn.Module]", dropout: Masks | None, *, gradients: bool) -> None:
+        self.modules = modules
+        self.activations: dict[str, np.ndarray] = {}
+        self.gradients: dict[str, np.ndarray] = {}
+        self.masks: dict[str, np.ndarray] = {}
+        self._given = dropout
+        self._with_gradients = gradients
+        self._calls: Counter[str] = Counter()
+        self._sites: Counter[str] = Counter()
+        self._running: list[str] = []
+
+    @contextlib.contextmanager
+    def hooks(self) -> "Iterator[None]":
+        """Listens to every module, and stands in for PyTorch's dropout, while the context is open."""
+        import torch.nn.functional as F  # noqa: N812  (its usual name)
+
+        attention = F.scaled_dot_product_attention
+        handles = []
+        for path, module in self.modules.items():
+            handles.append(module.register_forward_pre_hook(self._entering(path)))
+            handles.append(module.register_forward_hook(self._leaving(path)))
+        try:
+            with (
+                mock.patch.object(F, "dropout", self._dropout),
+                mock.patch.object(F, "scaled_dot_product_attention", self._attention(attention)),
+            ):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        if self._given is not None and len(self.masks) != len(self._given):
+            raise ValueError(f"dropout holds {len(self._given)} masks, and the model has {len(self.masks)} sites")
+
+    def _entering(self, path: str) -> Callable[..., None]:
+        return lambda _module, _args: self._running.append(path)
+
+    def _leaving(self, path: str) -> Callable[..., Any]:
+        import torch
+
+        def hook(_module: Any, _args: Any, output: Any) -> Any:
+            self._running.pop()
+            number = self._calls[path]
+            self._calls[path] += 1
+            if self._with_gradients:
+                # A module may return its argument, or a tensor that it goes on using: an alias has a gradient of its own.
+                output = _aliased(output)
+            for suffix, tensor in flatten(output, torch.Tensor):
+                key = activation_key(path, number, suffix)
+                self.activations[key] = _to_numpy(tensor)
+                if self._with_gradients and tensor.requires_grad:
+                    self.gradients[key] = np.zeros_like(self.activations[key])
+                    tensor.register_hook(self._arriving(key))
+            return output
+
+        return hook
+
+    def _arriving(self, key: str) -> "Callable[[torch.Tensor], None]":
+        def hook(gradient: "torch.Tensor") -> None:
+            self.gradients[key] = _to_numpy(gradient)
+
+        return hook
+
+    def _dropout(self, input: "torch.Tensor", p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+        """``torch.nn.functional.dropout`` with the mask given, or drawn as it draws, and recorded."""
+        import torch
+
+        if not training or p == 0:
+            return input
+        path = self._running[-1] if self._running else ""
+        key = activation_key(path, self._sites[path])
+        self._sites[path] += 1
+        mask = self._draw(key, input, p)
+        self.masks[key] = mask
+        # The arithmetic of torch.nn.functional.dropout: the noise is scaled first, then one product.
+        noise = torch.from_numpy(mask).to(device=input.device, dtype=input.dtype).div_(1 - p)
+        return input.mul_(noise) if inplace else input * noise
+
+    def _draw(self, key: str, input: "torch.Tensor", p: float) -> np.ndarray:
+        import torch
+
+        if self._given is None:
+            # The mask depends on the generator and the shape alone, so that ones show what would have been drawn.
+            return _to_numpy(torch.dropout(torch.ones_like(input), p, True)) != 0
+        given = self._given
+        place = len(self.masks)
+        mask = given.get(key) if isinstance(given, Mapping) else (given[place] if place < len(given) else None)
+        if mask is None or tuple(mask.shape) != tuple(input.shape):
+            found = "none" if mask is None else f"one of shape {tuple(mask.shape)}"
+            raise ValueError(f"dropout needs a mask of shape {tuple(input.shape)} for the site {key}, got {found}")
+        return np.asarray(mask) != 0
+
+    def _attention(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        import torch
+
+        def attention(
+            query: Any,
+            key: Any,
+            value: Any,
+            attn_mask: Any = None,
+            dropout_p: float = 0.0,
+            is_causal: bool = False,
+            scale: float | None = None,
+            enable_gqa: bool = False,
+        ) -> Any:
+            """``scaled_dot_product_attention``, written out where it drops weights, so that its mask can be seen."""
+            if dropout_p == 0:
+                return original(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
+            if enable_gqa:
+                raise ValueError(
+                    "dropout inside scaled_dot_product_attention(enable_gqa=True) cannot be recorded; repeat the keys"
+                )
+            scores = query @ key.transpose(-2, -1) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+            if is_causal:
+                attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+            if attn_mask is not None:
+                hidden = attn_mask.dtype == torch.bool
+                scores = scores.masked_fill(~attn_mask, -math.inf) if hidden else scores + attn_mask
+            return self._dropout(scores.softmax(-1), dropout_p) @ value
+
+        return attention
+
+
+def _require_options(mode: str, dropout: object, loss: object, optimizer: object, steps: int, training: object) -> None:
+    problems = []
+    if mode not in ("eval", "train"):
+        problems.append(f"mode must be 'eval' or 'train', got {mode!r}")
+    if dropout is not None and mode != "train":
+        problems.append("dropout masks are applied in mode='train' only")
+    if optimizer is not None and loss is None:
+        problems.append("an optimizer needs a loss")
+    if optimizer is None and (training or steps != 1):
+        problems.append("schedule, max_norm, steps and batches need an optimizer")
+    if steps < 1:
+        problems.append(f"steps must be at least 1, got {steps}")
+    if problems:
+        raise ValueError("; ".join(problems))
+
+
+@contextlib.contextmanager
+def _unfused() -> "Iterator[None]":
+    import torch
+
+    fused = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fused)
 
 
 def _copy(module: "torch.nn.Module") -> "torch.nn.Module":
@@ -104,7 +362,9 @@ def _copy(module: "torch.nn.Module") -> "torch.nn.Module":
 
     # deepcopy refuses tensors with a history, such as attention weights that a forward pass left in an attribute.
     results = (value for part in module.modules() for value in vars(part).values() if isinstance(value, torch.Tensor))
-    return copy.deepcopy(module, {id(value): value.detach().clone() for value in results if not value.is_leaf})
+    copied = copy.deepcopy(module, {id(value): value.detach().clone() for value in results if not value.is_leaf})
+    copied.zero_grad(set_to_none=True)
+    return copied
 
 
 def _names(named: Iterable[tuple[str, object]]) -> dict[str, tuple[str, ...]]:
@@ -113,6 +373,40 @@ def _names(named: Iterable[tuple[str, object]]) -> dict[str, tuple[str, ...]]:
     for name, item in named:
         groups.setdefault(id(item), []).append(name)
     return {names[0]: tuple(names) for names in groups.values()}
+
+
+def _aliased(output: Any) -> Any:
+    """``output`` with a view for each tensor of a tensor, tuple, list or dict; other containers as they are."""
+    import torch
+
+    if isinstance(output, torch.Tensor):
+        return output.view_as(output) if output.requires_grad else output
+    if type(output) in (tuple, list):
+        return type(output)(_aliased(value) for value in output)
+    if type(output) is dict:
+        return {name: _aliased(value) for name, value in output.items()}
+    return output
+
+
+def _scalar(value: "torch.Tensor") -> "torch.Tensor":
+    if value.numel() != 1:
+        raise ValueError(f"loss must return one number, got shape {tuple(value.shape)}; take its mean or sum")
+    return value.reshape(())
+
+
+def _gradient(parameter: "torch.Tensor") -> np.ndarray:
+    return np.zeros_like(_to_numpy(parameter)) if parameter.grad is None else _to_numpy(parameter.grad)
+
+
+def _effective_precision(device: "torch.device") -> str:
+    """What a float32 product is computed in on ``device``, in words."""
+    import torch
+
+    setting = torch.get_float32_matmul_precision()
+    if device.type != "cuda":
+        return f"float32 on {device.type} (setting: {setting})"
+    reduced = torch.backends.cuda.matmul.allow_tf32
+    return f"{'TF32' if reduced else 'float32'} on {torch.cuda.get_device_name(device)} (setting: {setting})"
 
 
 def _to_tensor(array: np.ndarray) -> "torch.Tensor":

@@ -1,12 +1,28 @@
 """What a comparison found: rows, rungs, the first divergence, and all of it as text."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Literal
+
+import numpy as np
 
 from flax_transformer.parity.matching import Match
 from flax_transformer.parity.measures import Measures
 
-RungName = Literal["keys", "shapes", "masks", "buffers", "modules", "output"]
+RungName = Literal[
+    "keys",
+    "shapes",
+    "masks",
+    "buffers",
+    "modules",
+    "output",
+    "loss",
+    "backward",
+    "gradients",
+    "updates",
+    "training",
+    "decoding",
+]
 
 RUNGS: dict[RungName, str] = {
     "keys": "every parameter has its counterpart, and what is shared is shared",
@@ -15,6 +31,12 @@ RUNGS: dict[RungName, str] = {
     "buffers": "position tables and other buffers are equal",
     "modules": "every submodule's output agrees, call by call",
     "output": "the final output agrees",
+    "loss": "the loss agrees",
+    "backward": "the gradient that reaches every submodule's output agrees, from the loss backwards",
+    "gradients": "every parameter's gradient agrees",
+    "updates": "the first step moves every parameter alike, and leaves like moments",
+    "training": "all losses agree, and where every parameter ends",
+    "decoding": "the decoded tokens are equal",
 }
 
 
@@ -53,7 +75,8 @@ class Rung:
 
 @dataclasses.dataclass(frozen=True)
 class Divergence:
-    """Where to look first: the lowest rung that does not hold, and there the first row in order of execution."""
+    """Where to look first: the lowest rung that does not hold, and there the first row: in order of execution, and on the
+    rungs of gradients in the order in which the backward pass comes by."""
 
     rung: RungName
     path: str
@@ -72,12 +95,19 @@ class Verdict:
         rungs: the rungs on which there was something to compare, in the ladder's order.
         matches: which reference name was compared with which candidate name, and how the pair was found.
         unmatched: what ran or was stored on one side and was not compared, with the reason.
+        structural_zeros: parameters whose gradient is zero but for rounding, and which are therefore exempt from the rungs
+            of updates and training: an optimizer such as Adam turns the rounding noise into full steps.
+        curves: losses of all steps, by whose they are.
+        provenance: how each side was recorded.
     """
 
     rule: str
     rungs: tuple[Rung, ...]
     matches: tuple[Match, ...]
     unmatched: tuple[str, ...]
+    structural_zeros: tuple[str, ...] = ()
+    curves: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    provenance: Mapping[str, Mapping[str, str]] = dataclasses.field(default_factory=dict)
 
     @property
     def passed(self) -> bool:
@@ -96,7 +126,7 @@ class Verdict:
         for rung in self.rungs:
             failed = [row for row in rung.rows if not row.passed]
             held = f"{len(rung.rows) - len(failed)} of {len(rung.rows)}"
-            lines.append(f"  {'ok  ' if rung.passed else 'FAIL'} {rung.name:8} {held:>12}  {RUNGS[rung.name]}")
+            lines.append(f"  {'ok  ' if rung.passed else 'FAIL'} {rung.name:9} {held:>12}  {RUNGS[rung.name]}")
             lines += [f"         {row.name or '(output)'}: {row.detail}" for row in failed[:5]]
             lines += [f"         and {len(failed) - 5} more"] if len(failed) > 5 else []
         if self.first_divergence:
@@ -104,6 +134,8 @@ class Verdict:
         guessed = [match for match in self.matches if match.how not in ("rule", "name")]
         lines += ["matched by more than the name:"] if guessed else []
         lines += [f"  {match}" for match in guessed]
+        if self.structural_zeros:
+            lines.append("zero by structure, exempt from updates and training: " + ", ".join(self.structural_zeros))
         lines += ["not compared:"] if self.unmatched else []
         lines += [f"  {entry}" for entry in self.unmatched]
         return "\n".join(lines)

@@ -98,7 +98,7 @@ def test_a_right_port_passes_eager_and_compiled(module, reference):
         verdict = parity.compare(reference, parity.record_flax(Port(module), draw(), execution=execution))
         assert verdict.passed
         assert verdict.first_divergence is None
-        assert [rung.name for rung in verdict.rungs] == list(parity.RUNGS)
+        assert [rung.name for rung in verdict.rungs] == list(parity.RUNGS)[:6]
         assert {row.name for row in verdict.rungs[4].rows} == {
             "first#0", "norm#0", "query#0", "key#0", "first#1", "head#0", "#0",
         }  # fmt: skip

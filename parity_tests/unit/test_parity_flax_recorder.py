@@ -84,8 +84,10 @@ def test_the_model_runs_operation_by_operation_or_compiled():
         return model(x)
 
     for execution in ("eager", "jit"):
+        traced.clear()
         parity.record_flax(Net(), X, execution=execution, call=call)
-    assert traced == [False, True]
+        # The last call is traced in any case, to read the precision of its products.
+        assert traced == [execution == "jit", True]
 
 
 @pytest.mark.parametrize("execution", ["eager", "jit"])

