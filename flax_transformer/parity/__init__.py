@@ -12,6 +12,7 @@ Record a run on each side, then compare the recordings. It knows arrays, names a
 """
 
 from flax_transformer.parity.comparison import compare, compare_pooled
+from flax_transformer.parity.flax_program import shared_traces
 from flax_transformer.parity.flax_recorder import record_flax
 from flax_transformer.parity.judgement import judge_position_table
 from flax_transformer.parity.matching import Match, Rules, from_kernel
@@ -38,4 +39,5 @@ __all__ = [
     "measure",
     "record_flax",
     "record_torch",
+    "shared_traces",
 ]

@@ -86,8 +86,24 @@ def test_the_model_runs_operation_by_operation_or_compiled():
     for execution in ("eager", "jit"):
         traced.clear()
         parity.record_flax(Net(), X, execution=execution, call=call)
-        # The last call is traced in any case, to read the precision of its products.
-        assert traced == [execution == "jit", True]
+        assert traced[0] == (execution == "jit")
+
+
+def test_every_recording_is_traced_anew_unless_traces_are_shared():
+    factor = [2.0]
+
+    def call(model, x):
+        return model(x)["x"] * factor[0]
+
+    first = parity.record_flax(Net(), X, execution="jit", call=call).outputs[""]
+    factor[0] = 3.0
+    np.testing.assert_allclose(parity.record_flax(Net(), X, execution="jit", call=call).outputs[""], first * 1.5)
+    with parity.shared_traces():
+        again = [parity.record_flax(Net(), x, execution="jit", call=call).outputs[""] for x in (X, 2 * X)]
+        factor[0] = 2.0
+        stale = parity.record_flax(Net(), X, execution="jit", call=call).outputs[""]
+    np.testing.assert_array_equal(stale, again[0])
+    assert not np.array_equal(again[0], again[1])
 
 
 @pytest.mark.parametrize("execution", ["eager", "jit"])
