@@ -6,9 +6,11 @@ that another framework drew.
 """
 
 import abc
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
@@ -50,6 +52,44 @@ class RandomDropout(DropoutSource):
         return jax.vmap(lambda key: jax.random.bernoulli(jax.random.fold_in(key, site), 1 - rate, shape[1:]))(
             self._keys
         )
+
+
+class ReplayedDropout(DropoutSource):
+    """Masks that were drawn elsewhere, such as by PyTorch (``parity.record_torch(mode="train").dropout``), one a site.
+
+    Use one object for one forward pass.
+
+    Args:
+        masks: in the order in which the sites come; True = kept.
+    """
+
+    def __init__(self, masks: Iterable[np.ndarray]) -> None:
+        self._masks = list(masks)
+        self._site = 0
+
+    def keep(self, shape: tuple[int, ...], rate: float) -> Bool[Array, "..."]:
+        del rate
+        found = self._masks[self._site].shape if self._site < len(self._masks) else "none, for there are no more"
+        if found != shape:
+            raise ValueError(
+                f"dropout site {self._site} needs a mask of shape {shape}, got {found}; masks are replayed in the order of "
+                "drawing, by a model of the same sites and a batch of the same size"
+            )
+        mask = jnp.asarray(self._masks[self._site]) != 0
+        self._site += 1
+        return mask
+
+
+class RecordedDropout(DropoutSource):
+    """Another source's masks, kept in ``masks``, so that another framework can replay them."""
+
+    def __init__(self, source: DropoutSource) -> None:
+        self.masks: list[Array] = []
+        self._source = source
+
+    def keep(self, shape: tuple[int, ...], rate: float) -> Bool[Array, "..."]:
+        self.masks.append(self._source.keep(shape, rate))
+        return self.masks[-1]
 
 
 class Dropout(nnx.Module):

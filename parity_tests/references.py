@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from flax_transformer import parity
-from parity_tests.cases import Case
+from parity_tests.cases import Case, reference_loss
+from parity_tests.recipes import RECIPE
 
 if TYPE_CHECKING:
     import torch
@@ -65,4 +66,14 @@ def as_tensors(inputs: Mapping[str, np.ndarray]) -> "dict[str, torch.Tensor]":
 def _record(case: Case, dtype: str, seed: int) -> parity.Recording:
     module, inputs = module_and_inputs(case, seed)
     masks = case.reference_masks(as_tensors(inputs))
-    return parity.record_torch(module, inputs, dtype=dtype, call=case.call_reference, masks=masks)
+    return parity.record_torch(
+        module,
+        inputs,
+        dtype=dtype,
+        call=case.call_reference,
+        masks=masks,
+        loss=reference_loss(case),
+        optimizer=RECIPE.optimizer,
+        schedule=RECIPE.schedule,
+        max_norm=RECIPE.max_norm,
+    )

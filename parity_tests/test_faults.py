@@ -7,6 +7,7 @@ from flax_transformer import parity
 from parity_tests.cases import all_cases, load_reference, rules_for
 from parity_tests.faults import Fault
 from parity_tests.faults.catalogue import FAULTS
+from parity_tests.ladder import forward_only
 from parity_tests.references import reference
 
 CASES = {case.name: case for case in all_cases()}
@@ -14,7 +15,7 @@ CASES = {case.name: case for case in all_cases()}
 
 def verdict_on(fault) -> parity.Verdict:
     case = CASES[fault.case]
-    recorded = reference(case, "float64", 0)
+    recorded = forward_only(reference(case, "float64", 0))
     with jax.enable_x64(True), fault.patch():
         model = case.model(fault.config(case.config("float64")))
         load_reference(model, recorded)

@@ -5,6 +5,7 @@ the functions that need it, so that a machine without it can check recordings ma
 """
 
 import dataclasses
+import functools
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping
@@ -15,6 +16,7 @@ from flax import nnx
 
 from flax_transformer import weights
 from flax_transformer.config import Dtype, TransformerConfig
+from flax_transformer.losses import cross_entropy
 from flax_transformer.parity import Recording, Rules
 
 if TYPE_CHECKING:
@@ -34,8 +36,12 @@ class Case:
         config: the configuration of ours, in a dtype.
         model: builds ours from the configuration.
         inputs: token ids by name, from a generator.
-        call_reference, call_model: what is compared, with the inputs as keywords; both return probabilities.
+        call_reference, call_model: what is compared, with the inputs as keywords; both return a dict with "logits" and, where
+            the reference makes them, "probabilities". The model's also takes ``dropout``.
         logits: the reference's module whose output is the logits.
+        label_smoothing, padding_id: of the loss on the input named "labels"; padding is left out of it.
+        drops: whether there is dropout in train mode.
+        structural_zeros: parameters whose gradient is zero whatever the weights.
         decode_reference, decode_model: greedy decoding from the inputs, token ids as an array; None where the reference
             has none.
         reference_masks, model_masks: the masks that each side's own functions build from the inputs.
@@ -52,11 +58,50 @@ class Case:
     logits: str
     reference_masks: Callable[[Inputs], Inputs]
     model_masks: Callable[[Inputs], Inputs]
+    label_smoothing: float = 0.0
+    padding_id: int | None = None
+    drops: bool = True
+    structural_zeros: tuple[str, ...] = ()
     decode_reference: Callable[..., Any] | None = None
     decode_model: Callable[..., Any] | None = None
 
     def __str__(self) -> str:
         return self.name
+
+
+def reference_loss(case: Case) -> Callable[[Any, Any], Any]:
+    """PyTorch's cross entropy on the logits."""
+    import torch
+
+    ignored = -100 if case.padding_id is None else case.padding_id
+    return lambda output, batch: torch.nn.functional.cross_entropy(
+        output["logits"].flatten(0, -2),
+        batch["labels"].flatten(),
+        label_smoothing=case.label_smoothing,
+        ignore_index=ignored,
+    )
+
+
+@functools.cache  # one function a case, so that recordings of it can share a trace
+def model_loss(case: Case) -> Callable[[Any, Any], Any]:
+    """Ours on the logits."""
+
+    def loss(output: Any, batch: Any) -> Any:
+        labels = batch["labels"]
+        weights = None if case.padding_id is None else labels != case.padding_id
+        return cross_entropy(output["logits"], labels, weights=weights, label_smoothing=case.label_smoothing).mean
+
+    return loss
+
+
+def with_logits(module: "torch.nn.Module", path: str, call: Callable[[], Any]) -> dict[str, Any]:
+    """The probabilities that a document's model returns, and the logits that its last projection gave."""
+    seen = []
+    handle = module.get_submodule(path).register_forward_hook(lambda module, args, output: seen.append(output))
+    try:
+        return {"probabilities": call(), "logits": seen[0]}
+    finally:
+        handle.remove()
 
 
 def all_cases() -> list[Case]:

@@ -2,12 +2,13 @@
 
 import functools
 
+import jax
 import numpy as np
 from flax import nnx
 
 import flax_transformer as ft
 from flax_transformer import masks
-from parity_tests.cases import Case
+from parity_tests.cases import Case, with_logits
 
 
 def _reference(**sizes):
@@ -17,7 +18,19 @@ def _reference(**sizes):
 
 
 def _inputs(rng, *, B, T, vocab_size):  # noqa: N803  (axis letters)
-    return {"ids": rng.integers(0, vocab_size, (B, T)).astype(np.int32)}
+    ids = rng.integers(0, vocab_size, (2, B, T)).astype(np.int32)
+    return {"ids": ids[0], "labels": ids[1]}
+
+
+def _call_reference(module, ids, labels):
+    del labels
+    return with_logits(module, "output", lambda: module(ids))
+
+
+def _call_model(model, ids, labels, dropout=None):
+    del labels
+    logits = model(ids, dropout=dropout)
+    return {"probabilities": jax.nn.softmax(logits, axis=-1), "logits": logits}
 
 
 def _reference_masks(inputs):
@@ -48,9 +61,11 @@ def _case(name, size, *, B, **sizes):  # noqa: N803
         config=functools.partial(_config, **sizes),
         model=lambda config: ft.DecoderOnly(config, rngs=nnx.Rngs(0)),
         inputs=functools.partial(_inputs, B=B, T=sizes.get("context_len", 16), vocab_size=sizes["vocab_size"]),
-        call_reference=lambda module, ids: module(ids),
-        call_model=lambda model, ids: model.probabilities(ids),
+        call_reference=_call_reference,
+        call_model=_call_model,
         logits="output",
+        drops=False,
+        structural_zeros=("Wk.bias",),
         reference_masks=_reference_masks,
         model_masks=lambda inputs: {"causal": masks.causal_mask(inputs["ids"].shape[1])},
     )

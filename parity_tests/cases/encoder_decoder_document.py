@@ -2,13 +2,14 @@
 
 import functools
 
+import jax
 import numpy as np
 from flax import nnx
 
 import flax_transformer as ft
 from flax_transformer import masks
 from flax_transformer.decoding import translate_greedy
-from parity_tests.cases import Case
+from parity_tests.cases import Case, with_logits
 
 
 def _reference(**sizes):
@@ -26,7 +27,8 @@ def _inputs(rng, *, B, S, T, source_vocab_size, target_vocab_size):  # noqa: N80
     source[1] = 0
     target[0, :2] = 0
     target[2, T - 3 :] = 0
-    return {"source": source.astype(np.int32), "target": target.astype(np.int32)}
+    labels = np.where(target == 0, 0, rng.integers(1, target_vocab_size, (B, T)))
+    return {name: ids.astype(np.int32) for name, ids in (("source", source), ("target", target), ("labels", labels))}
 
 
 def _reference_masks(inputs):
@@ -45,35 +47,38 @@ def _model_masks(inputs):
     return {"source": masks.padding_mask(source), "target": masks.combine_masks(masks.padding_mask(target), causal)}
 
 
-def _call_reference(module, source, target):
+def _call_reference(module, source, target, labels):
+    del labels
     made = _reference_masks({"source": source, "target": target})
-    return module(source, target, made["source"], made["target"])
+    return with_logits(module, "generator.proj", lambda: module(source, target, made["source"], made["target"]))
 
 
-def _call_model(model, source, target):
+def _call_model(model, source, target, labels, dropout=None):
+    del labels
     made = _model_masks({"source": source, "target": target})
-    return model.probabilities(source, target, made["source"], made["target"])
+    logits = model(source, target, made["source"], made["target"], dropout=dropout)
+    return {"probabilities": jax.nn.softmax(logits, axis=-1), "logits": logits}
 
 
 DECODED_LENGTH = 12
 START_ID = 1
 
 
-def _decode_reference(module, source, target):
+def _decode_reference(module, source, target, labels):
     """The document decodes one sentence at a time; a batch of them, one after another."""
     import torch
 
     from torch_reference.encoder_decoder import autoregressive_infer, create_pad_mask
 
-    del target
+    del target, labels
     rows = [
         autoregressive_infer(module, row, create_pad_mask(row), DECODED_LENGTH, START_ID) for row in source[:, None]
     ]
     return torch.cat(rows)
 
 
-def _decode_model(model, source, target):
-    del target
+def _decode_model(model, source, target, labels):
+    del target, labels
     return translate_greedy(model, source, masks.padding_mask(source), start_id=START_ID, length=DECODED_LENGTH)
 
 
@@ -103,6 +108,8 @@ def _case(name, size, *, B, S, T, **sizes):  # noqa: N803
         call_reference=_call_reference,
         call_model=_call_model,
         logits="generator.proj",
+        label_smoothing=0.1,
+        padding_id=0,
         # Document masks have no head axis; this adds it, and no more.
         reference_masks=lambda inputs: {name: mask.unsqueeze(1) for name, mask in _reference_masks(inputs).items()},
         model_masks=_model_masks,

@@ -1,4 +1,4 @@
-"""Rung 7: greedy decoding, token for token."""
+"""Rung 11: greedy decoding, token for token."""
 
 import jax
 import numpy as np
