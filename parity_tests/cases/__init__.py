@@ -36,8 +36,8 @@ class Case:
         config: the configuration of ours, in a dtype.
         model: builds ours from the configuration.
         inputs: token ids by name, from a generator.
-        call_reference, call_model: what is compared, with the inputs as keywords; both return a dict with "logits" and, where
-            the reference makes them, "probabilities". The model's also takes ``dropout``.
+        call_reference, call_model: what is compared, with the inputs as keywords; both return a dict of "logits" and,
+            where the reference makes them, "probabilities". The model's also takes ``dropout``.
         logits: the reference's module whose output is the logits.
         label_smoothing, padding_id: of the loss on the input named "labels"; padding is left out of it.
         drops: whether there is dropout in train mode.
