@@ -13,17 +13,20 @@ Record a run on each side, then compare the recordings. It knows arrays, names a
 
 from flax_transformer.parity.comparison import compare, compare_pooled
 from flax_transformer.parity.flax_program import shared_traces
-from flax_transformer.parity.flax_recorder import record_flax
+from flax_transformer.parity.flax_recorder import live_flax, record_flax
 from flax_transformer.parity.judgement import judge_position_table
+from flax_transformer.parity.localisation import localise
 from flax_transformer.parity.matching import Match, Rules, from_kernel
 from flax_transformer.parity.measures import Measures, measure
 from flax_transformer.parity.recording import Recording, load
-from flax_transformer.parity.torch_recorder import record_torch
+from flax_transformer.parity.search import Found, search
+from flax_transformer.parity.torch_recorder import live_torch, record_torch
 from flax_transformer.parity.verdict import RUNGS, Divergence, Row, Rung, Verdict
 
 __all__ = [
     "RUNGS",
     "Divergence",
+    "Found",
     "Match",
     "Measures",
     "Recording",
@@ -35,9 +38,13 @@ __all__ = [
     "compare_pooled",
     "from_kernel",
     "judge_position_table",
+    "live_flax",
+    "live_torch",
     "load",
+    "localise",
     "measure",
     "record_flax",
     "record_torch",
+    "search",
     "shared_traces",
 ]

@@ -135,6 +135,49 @@ def record_flax(
     )
 
 
+def live_flax(
+    module: nnx.Module, *, dtype: str = "float64", call: Callable[..., Any] | None = None, by_keyword: bool = False
+) -> Callable[..., Any]:
+    """A copy of ``module`` in eval mode as a function of arrays that also tells gradients, for ``parity.search``.
+
+    Args:
+        dtype, call: as for ``record_flax``.
+        by_keyword: whether inputs are passed by name.
+    """
+    forward = call or (lambda model, *args, **kwargs: model(*args, **kwargs))
+    graph, state = nnx.split(module)
+
+    def outputs_of(changed: Named, fixed: Named, state: Any, names: tuple[str, ...]) -> dict[str, Any]:
+        model = nnx.merge(graph, state)
+        model.eval()
+        inputs = {name: (changed | fixed)[name] for name in names}
+        result = forward(model, **inputs) if by_keyword else forward(model, *inputs.values())
+        return dict(flatten(result, (jax.Array, np.ndarray)))
+
+    def gradients_of(changed: Named, fixed: Named, state: Any, names: tuple[str, ...], gradients: Named) -> Named:
+        return jax.vjp(lambda changed: outputs_of(changed, fixed, state, names), changed)[1](gradients)[0]
+
+    compiled_outputs = jax.jit(outputs_of, static_argnums=3)
+    compiled_gradients = jax.jit(gradients_of, static_argnums=3)
+
+    def live(inputs: Mapping[str, np.ndarray]) -> tuple[dict[str, np.ndarray], Callable[..., dict[str, np.ndarray]]]:
+        with jax.enable_x64(dtype == "float64"):
+            cast_state = jax.tree.map(lambda value: cast(value, dtype), state)
+            arrays = {name: jnp.asarray(array) for name, array in inputs.items()}
+            changed = {name: array for name, array in arrays.items() if jnp.issubdtype(array.dtype, jnp.floating)}
+            arguments = changed, {n: a for n, a in arrays.items() if n not in changed}, cast_state, tuple(arrays)
+            outputs = compiled_outputs(*arguments)
+
+        def pullback(gradients: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+            with jax.enable_x64(dtype == "float64"):
+                wanted = {name: jnp.asarray(gradients[name], outputs[name].dtype) for name in outputs}
+                return _arrays(compiled_gradients(*arguments, wanted))
+
+        return _arrays(outputs), pullback
+
+    return live
+
+
 def _first_pass(
     traces: Traces,
     program: Program,

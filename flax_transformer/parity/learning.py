@@ -88,7 +88,7 @@ class Learning:
         if rows and all(not np.any(self.reference.updates[row.name]) for row in rows):
             detail = "the first update of the reference moves nothing, so that a step that does nothing would pass"
             return [Row(name="updates", path="", passed=False, detail=detail)]
-        return self._backwards(rows) + list(self._moments(zeros))
+        return self._backwards(rows) + self._backwards(list(self._moments(zeros)))
 
     def training(self) -> Iterator[Row]:
         """The losses of all steps, and how far every parameter has moved after the last."""

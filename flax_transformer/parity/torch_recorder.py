@@ -160,6 +160,51 @@ def record_torch(
     )
 
 
+def live_torch(
+    module: "torch.nn.Module",
+    *,
+    dtype: str = "float64",
+    call: Callable[..., Any] | None = None,
+    by_keyword: bool = False,
+) -> Callable[..., Any]:
+    """A copy of ``module`` in eval mode as a function of arrays that also tells gradients, for ``parity.search``.
+
+    Args:
+        dtype, call: as for ``record_torch``.
+        by_keyword: whether inputs are passed by name.
+    """
+    import torch
+
+    copied = _copy(module).to(getattr(torch, dtype)).eval()
+    run = call or (lambda model, *args, **kwargs: model(*args, **kwargs))
+
+    def live(inputs: Mapping[str, np.ndarray]) -> tuple[dict[str, np.ndarray], Callable[..., dict[str, np.ndarray]]]:
+        tensors = {name: _to_tensor(array) for name, array in inputs.items()}
+        changed = {name: tensor.requires_grad_() for name, tensor in tensors.items() if tensor.is_floating_point()}
+        with torch.enable_grad(), _unfused():
+            result = run(copied, **tensors) if by_keyword else run(copied, *tensors.values())
+        outputs = dict(flatten(result, torch.Tensor))
+
+        def pullback(gradients: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+            reached = [name for name, output in outputs.items() if output.requires_grad]
+            if not reached or not changed:
+                return {name: np.zeros_like(inputs[name]) for name in changed}
+            found = torch.autograd.grad(
+                [outputs[name] for name in reached],
+                list(changed.values()),
+                [_to_tensor(gradients[name]).to(outputs[name].dtype) for name in reached],
+                allow_unused=True,
+            )
+            return {
+                name: np.zeros_like(inputs[name]) if gradient is None else _to_numpy(gradient)
+                for name, gradient in zip(changed, found, strict=True)
+            }
+
+        return {name: _to_numpy(output) for name, output in outputs.items()}, pullback
+
+    return live
+
+
 def _train(
     module: "torch.nn.Module",
     value: "torch.Tensor",
