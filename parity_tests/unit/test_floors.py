@@ -16,7 +16,7 @@ FLOORS = [
     ["config", "numerics", "initialisation", "masks", "dropout", "inputs", "weights.rules"],
     ["layers", "attention"],
     ["encoder_decoder", "decoder_only", "weights"],
-    ["losses", "optimizers"],
+    ["losses", "optimizers", "schedules"],
     ["training", "parallel", "planning"],
     ["decoding"],
     ["commands", "pictures"],
@@ -24,7 +24,7 @@ FLOORS = [
 # Beside the building: these import no floor at all.
 APART = ["checkpoint", "tokenizer", "data", "parity"]
 # Arrays and pytrees only, never a model class.
-NO_MODELS = ["losses", "optimizers"]
+NO_MODELS = ["losses", "optimizers", "schedules"]
 # The only files that may import a package.
 OWNERS = {
     "matplotlib": ["pictures.py"],
