@@ -1,10 +1,12 @@
-"""Optimizers and schedules against their formulas in numpy, and against PyTorch where it is installed."""
+"""Optimizers against their formulas in numpy; test_optimizers_against_torch.py has them beside PyTorch's."""
 
 import math
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from flax_transformer import optimizers
@@ -50,24 +52,64 @@ def test_adamw_follows_its_formula_and_decays_only_where_the_mask_says():
             parameters[name] = parameters[name] + expected
 
 
-@pytest.mark.parametrize("weight_decay", [0.0, 0.01])
-def test_clipped_adamw_takes_the_steps_of_pytorch(weight_decay):
-    torch = pytest.importorskip("torch")
-    parameters, gradients = random_tree(20), [random_tree(seed, scale=0.3 * seed) for seed in range(1, 7)]
-    transformation = optimizers.adamw(
-        optimizers.constant(0.01), weight_decay=weight_decay, decay_mask=lambda tree: True, max_norm=5.0
-    )
-    after, _ = run(transformation, parameters, gradients)
+def test_momentum_follows_its_formula_and_does_not_dampen_its_first_step():
+    parameters, gradients = random_tree(2), [random_tree(seed) for seed in range(3, 7)]
+    _, steps = run(optimizers.momentum(0.2, momentum=0.7, dampening=0.4), parameters, gradients)
+    for name in SHAPES:
+        buffer = gradients[0][name]
+        for gradient, updates in zip(gradients, steps, strict=True):
+            buffer = buffer if gradient is gradients[0] else 0.7 * buffer + 0.6 * gradient[name]
+            np.testing.assert_allclose(updates[name], -0.2 * buffer, rtol=1e-12, err_msg=name)
 
-    leaves = {name: torch.nn.Parameter(torch.tensor(value)) for name, value in parameters.items()}
-    optimizer = torch.optim.AdamW(leaves.values(), lr=0.01, weight_decay=weight_decay)
-    for gradient in gradients:
-        for name, leaf in leaves.items():
-            leaf.grad = torch.tensor(gradient[name])
-        torch.nn.utils.clip_grad_norm_(leaves.values(), 5.0)
-        optimizer.step()
-    for name, leaf in leaves.items():
-        np.testing.assert_allclose(after[name], leaf.detach().numpy(), rtol=1e-12, err_msg=name)
+
+@pytest.mark.parametrize("name", ["sgd", "adam"])
+def test_the_l2_penalty_is_added_after_clipping_and_before_the_moments(name):
+    parameters, gradients = random_tree(7), [random_tree(8, scale=9.0)]
+    build = getattr(optimizers, name)
+    _, (actual,) = run(build(0.1, weight_decay=0.3, max_norm=2.0), parameters, gradients)
+    _, (clipped,) = run(optimizers.clip_by_global_norm(2.0), parameters, gradients)
+    penalised = {key: clipped[key] + 0.3 * parameters[key] for key in SHAPES}
+    _, (expected,) = run(build(0.1), parameters, [penalised])
+    for key in SHAPES:
+        np.testing.assert_allclose(actual[key], expected[key], rtol=1e-12, err_msg=key)
+
+
+@pytest.mark.parametrize(
+    ("build", "moments"),
+    [
+        (lambda: optimizers.sgd(0.1), []),
+        (lambda: optimizers.momentum(0.1, momentum=0.9), ["trace"]),
+        (lambda: optimizers.momentum(0.1, momentum=0.9, dampening=0.2, max_norm=1.0), ["trace"]),
+        (lambda: optimizers.adam(0.1, weight_decay=0.1), ["mu", "nu"]),
+        (lambda: optimizers.adamw(0.1, max_norm=1.0), ["mu", "nu"]),
+    ],
+)
+def test_pytorchs_moments_are_in_the_state_under_optaxs_names(build, moments):
+    state = build().init(jax.tree.map(jnp.asarray, random_tree(9)))
+    for kind in ("mu", "nu", "trace"):
+        found = optax.tree.get_all_with_path(state, kind)
+        assert len(found) == (kind in moments), kind
+        for _, moment in found:
+            assert jax.tree.map(jnp.shape, moment) == SHAPES
+
+
+def test_a_number_is_a_constant_schedule():
+    parameters, gradients = random_tree(10), [random_tree(11)]
+    _, (number,) = run(optimizers.adam(0.03), parameters, gradients)
+    _, (schedule,) = run(optimizers.adam(optimizers.constant(0.03)), parameters, gradients)
+    for name in SHAPES:
+        np.testing.assert_array_equal(number[name], schedule[name])
+
+
+def test_bfloat16_parameters_keep_their_type_in_updates_and_moments():
+    parameters = {name: jnp.asarray(value, jnp.bfloat16) for name, value in random_tree(12).items()}
+    for optimizer in (
+        optimizers.sgd(0.1, weight_decay=0.1, max_norm=1.0),
+        optimizers.momentum(0.1, momentum=0.9, dampening=0.2),
+        optimizers.adamw(0.1, max_norm=1.0),
+    ):
+        updates, state = jax.jit(optimizer.update)(parameters, optimizer.init(parameters), parameters)
+        assert {leaf.dtype for leaf in jax.tree.leaves((updates, state)) if leaf.ndim} == {jnp.dtype(jnp.bfloat16)}
 
 
 def test_clipping_bounds_the_joint_norm_and_leaves_small_gradients_alone():
@@ -80,55 +122,24 @@ def test_clipping_bounds_the_joint_norm_and_leaves_small_gradients_alone():
         np.testing.assert_array_equal(untouched[name], small[name])
 
 
-def test_decay_spares_biases_and_norms():
+def test_decay_spares_biases_and_norms_unless_it_is_to_shrink_everything():
     assert optimizers.decays(random_tree(0)) == {"kernel": True, "bias": False, "table": True}
-
-
-def test_noam_is_the_equation_of_the_paper_counted_from_one():
-    schedule = optimizers.noam(512, warmup_steps=4000)
-    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
-        for step in (1, 2, 3999, 4000, 4001, 100_000):
-            expected = 512**-0.5 * min(step**-0.5, step * 4000**-1.5)
-            np.testing.assert_allclose(schedule(jnp.asarray(step - 1)), expected, rtol=1e-14, err_msg=str(step))
-    assert schedule(jnp.asarray(0)) > 0
-
-
-def test_warmup_cosine_rises_to_its_peak_falls_to_its_floor_and_stays():
-    schedule = optimizers.warmup_cosine(0.3, warmup_steps=4, total_steps=10, final=0.03)
-    values = [float(schedule(jnp.asarray(count))) for count in range(13)]
-    np.testing.assert_allclose(values[:4], [0.075, 0.15, 0.225, 0.3], rtol=1e-6)
-    np.testing.assert_allclose(values[6], (0.3 + 0.03) / 2, rtol=1e-6)  # step 7, half of the way down
-    np.testing.assert_allclose(values[9:], 0.03, rtol=1e-6)
-    assert np.all(np.diff(values[3:10]) < 0)
-
-
-def test_a_schedule_without_warmup_starts_just_below_its_peak():
-    schedule = optimizers.warmup_cosine(0.3, warmup_steps=0, total_steps=10)
-    np.testing.assert_allclose(schedule(jnp.asarray(0)), 0.15 * (1 + math.cos(math.pi / 10)), rtol=1e-6)
-
-
-def test_schedules_keep_float64_where_it_is_switched_on():
-    with jax.enable_x64(True):
-        for schedule in (
-            optimizers.constant(0.1),
-            optimizers.noam(7, warmup_steps=3),
-            optimizers.warmup_cosine(0.1, warmup_steps=3, total_steps=5),
-        ):
-            assert schedule(jnp.asarray(1)).dtype == jnp.float64
+    assert optimizers.everything(random_tree(0)) == {"kernel": True, "bias": True, "table": True}
 
 
 @pytest.mark.parametrize(
     ("build", "words"),
     [
-        (lambda: optimizers.constant(-1.0), "learning_rate must be at least 0, got -1"),
-        (lambda: optimizers.constant(float("nan")), "learning_rate"),
-        (lambda: optimizers.constant(math.inf), "learning_rate"),
-        (lambda: optimizers.warmup_cosine(0.1, warmup_steps=5, total_steps=5), "total_steps must be at least 6, got 5"),
-        (lambda: optimizers.noam(0, warmup_steps=3), "d_model"),
-        (lambda: optimizers.noam(512, warmup_steps=0), "warmup_steps"),
         (lambda: optimizers.clip_by_global_norm(0.0), "max_norm must be above 0, got 0"),
         (lambda: optimizers.adamw(optimizers.constant(0.1), b2=1.0), "b2 must be at least 0 and below 1, got 1"),
+        (lambda: optimizers.adam(0.1, eps=0.0), "eps must be above 0, got 0"),
+        (lambda: optimizers.adam(-0.1), "learning_rate must be at least 0, got -0.1"),
         (lambda: optimizers.adamw(optimizers.constant(0.1), weight_decay=-0.1), "weight_decay"),
+        (lambda: optimizers.sgd(0.1, weight_decay=float("nan")), "weight_decay must be at least 0, got nan"),
+        (lambda: optimizers.momentum(0.1, momentum=0.0), "momentum must be above 0 and below 1, got 0"),
+        (lambda: optimizers.momentum(0.1, momentum=0.9, dampening=1.1), "dampening must be at least 0 and at most 1"),
+        (lambda: optimizers.momentum(0.1, momentum=0.9, dampening=0.1, form="nesterov"), "needs dampening=0, got 0.1"),
+        (lambda: optimizers.momentum(0.1, momentum=0.9, form=cast(Any, "polyak")), "form must be .* got 'polyak'"),
     ],
 )
 def test_numbers_out_of_range_are_refused_by_name(build, words):
