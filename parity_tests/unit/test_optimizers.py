@@ -62,6 +62,14 @@ def test_momentum_follows_its_formula_and_does_not_dampen_its_first_step():
             np.testing.assert_allclose(updates[name], -0.2 * buffer, rtol=1e-12, err_msg=name)
 
 
+def test_adam_without_memory_divides_each_gradient_by_its_size():
+    gradients = [random_tree(13), random_tree(14)]
+    _, steps = run(optimizers.adam(1.0, b1=0.0, b2=0.0, eps=0.5), random_tree(15), gradients)
+    for gradient, updates in zip(gradients, steps, strict=True):
+        for name, g in gradient.items():
+            np.testing.assert_allclose(updates[name], -g / (np.abs(g) + 0.5), rtol=1e-12, err_msg=name)
+
+
 @pytest.mark.parametrize("name", ["sgd", "adam"])
 def test_the_l2_penalty_is_added_after_clipping_and_before_the_moments(name):
     parameters, gradients = random_tree(7), [random_tree(8, scale=9.0)]
