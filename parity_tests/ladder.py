@@ -40,7 +40,7 @@ def candidate(case: Case, dtype: Dtype, seed: int, execution: Execution) -> pari
     learning: dict[str, Any] = {"loss": model_loss(case), "optimizer": RECIPE.transformation}
     with jax.enable_x64(dtype == "float64"):
         model = case.model(case.config(dtype))
-        load_reference(model, recorded)
+        load_reference(case, model, recorded)
         return parity.record_flax(
             model,
             recorded.inputs,
@@ -62,7 +62,7 @@ def forward_only(recording: parity.Recording) -> parity.Recording:
 def verdict(case: Case, dtype: Dtype, execution: Execution) -> parity.Verdict:
     """What a climb found: one seed in float64; in float32 16 seeds pooled for small cases, one for large ones."""
     with jax.enable_x64(dtype == "float64"):
-        rules = rules_for(case.model(case.config(dtype)))
+        rules = rules_for(case, case.model(case.config(dtype)))
     wanted = forward_only if execution == "eager" else lambda recording: recording
     seeds = POOLED_SEEDS if case.size == "small" and dtype == "float32" else [0]
     with parity.shared_traces():

@@ -18,7 +18,7 @@ def verdict_on(fault) -> parity.Verdict:
     recorded = forward_only(reference(case, "float64", 0))
     with jax.enable_x64(True), fault.patch():
         model = case.model(fault.config(case.config("float64")))
-        load_reference(model, recorded)
+        load_reference(case, model, recorded)
         fault.model(model)
         candidate = parity.record_flax(
             model,
@@ -26,7 +26,7 @@ def verdict_on(fault) -> parity.Verdict:
             call=fault.call(case.call_model),
             masks=fault.masks(dict(case.model_masks(recorded.inputs))),
         )
-        return parity.compare(recorded, candidate, rules_for(model))
+        return parity.compare(recorded, candidate, rules_for(case, model))
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=str)

@@ -26,7 +26,7 @@ def test_greedy_sequences_are_those_of_the_reference(case):
         expected = case.decode_reference(module.double(), **as_tensors(inputs)).numpy()
         with jax.enable_x64(True):
             model = case.model(case.config("float64"))
-            load_reference(model, reference(case, "float64", seed))
+            load_reference(case, model, reference(case, "float64", seed))
             tokens = np.asarray(case.decode_model(model, **inputs))
         np.testing.assert_array_equal(tokens, expected)
         longest_alphabet = max(longest_alphabet, *(len(set(row)) for row in expected.tolist()))

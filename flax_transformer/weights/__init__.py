@@ -8,7 +8,7 @@ from flax import nnx
 
 from flax_transformer.decoder_only import DecoderOnly
 from flax_transformer.encoder_decoder import EncoderDecoder
-from flax_transformer.weights import decoder_only, encoder_decoder, gpt2, rules
+from flax_transformer.weights import decoder_only, encoder_decoder, gpt2, rules, torch_transformer
 from flax_transformer.weights.files import load_safetensors, save_safetensors
 from flax_transformer.weights.torch_files import read_torch_file
 from flax_transformer.weights.transfer import Cast, Table, export, load
@@ -22,6 +22,7 @@ __all__ = [
     "save_safetensors",
     "table_for",
     "to_torch",
+    "torch_transformer",
 ]
 
 

@@ -42,6 +42,7 @@ class Case:
         label_smoothing, padding_id: of the loss on the input named "labels"; padding is left out of it.
         drops: whether there is dropout in train mode.
         structural_zeros: parameters whose gradient is zero whatever the weights.
+        table: the weight table that fills a model from the reference.
         decode_reference, decode_model: greedy decoding from the inputs, token ids as an array; None where the reference
             has none.
         reference_masks, model_masks: the masks that each side's own functions build from the inputs.
@@ -62,6 +63,7 @@ class Case:
     padding_id: int | None = None
     drops: bool = True
     structural_zeros: tuple[str, ...] = ()
+    table: Callable[[Any], weights.Table] = weights.table_for
     decode_reference: Callable[..., Any] | None = None
     decode_model: Callable[..., Any] | None = None
 
@@ -110,20 +112,19 @@ def all_cases() -> list[Case]:
     return [case for name in files for case in importlib.import_module(f"{__name__}.{name}").CASES]
 
 
-def load_reference(model: nnx.Module, reference: Recording) -> None:
+def load_reference(case: Case, model: nnx.Module, reference: Recording) -> None:
     """Fill ``model`` with the reference's parameters and buffers, under all the names of its ``state_dict()``."""
     arrays = {**reference.parameters, **reference.buffers}
     state = {alias: arrays[name] for name, aliases in reference.tensor_names.items() for alias in aliases}
-    weights.load_torch(model, state)
+    weights.load_torch(model, state, table=case.table(model))
 
 
-def rules_for(model: nnx.Module) -> Rules:
+def rules_for(case: Case, model: nnx.Module) -> Rules:
     """What is compared with what, from the weight table that loads the model.
 
-    The root is exempt: the reference's root returns probabilities, ours logits; the final output compares probabilities
-    on both sides, and the logits are the output of the last projection.
+    The root is exempt: a document's root returns probabilities, ours logits; the final output compares both on both sides.
     """
-    table = weights.table_for(model)
+    table = case.table(model)
     targets = {rule.sources[0]: rule.targets for rule in table.rules if rule.alias_of is None}
     exports = {rule.sources[0]: rule.export for rule in table.rules if rule.alias_of is None}
     for rule in table.rules:

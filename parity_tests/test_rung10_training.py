@@ -1,0 +1,107 @@
+"""Rung 10: 200 steps from the same weights on the same batches: all losses, and where every parameter ends."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from flax_transformer import parity
+from flax_transformer.config import Dtype
+from parity_tests.cases import Case, all_cases, load_reference, model_loss, reference_loss, rules_for
+from parity_tests.recipes import RECIPE, RECIPES, STEPS, Recipe
+from parity_tests.references import module_and_inputs, needs_torch
+
+SMALL = [case for case in all_cases() if case.size == "small"]
+SEED = 0
+
+
+def batches(case: Case) -> list[dict[str, np.ndarray]]:
+    """What the steps after the first take in turn; the first takes the inputs of the seed."""
+    return [case.inputs(np.random.default_rng(seed)) for seed in (1, 2, 3)]
+
+
+def permuted(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The same examples in another order: the same mean, summed otherwise."""
+    return {name: np.roll(array, 1, axis=0) for name, array in batch.items()}
+
+
+def train_reference(case: Case, recipe: Recipe, dtype: Dtype, *, order=lambda batch: batch) -> parity.Recording:
+    module, inputs = module_and_inputs(case, SEED)
+    return parity.record_torch(
+        module,
+        order(inputs),
+        dtype=dtype,
+        call=case.call_reference,
+        loss=reference_loss(case),
+        optimizer=recipe.optimizer,
+        schedule=recipe.schedule,
+        max_norm=recipe.max_norm,
+        steps=STEPS,
+        batches=[order(batch) for batch in batches(case)],
+    )
+
+
+def train_model(case: Case, recipe: Recipe, reference: parity.Recording) -> parity.Recording:
+    dtype: Dtype = "float64" if reference.dtype == "float64" else "float32"
+    with jax.enable_x64(dtype == "float64"):
+        model = case.model(case.config(dtype))
+        load_reference(case, model, reference)
+        return parity.record_flax(
+            model,
+            dict(reference.inputs),
+            dtype=dtype,
+            execution="jit",
+            call=case.call_model,
+            loss=model_loss(case),
+            optimizer=recipe.transformation,
+            steps=STEPS,
+            batches=batches(case),
+        )
+
+
+@functools.lru_cache
+def verdicts(case: Case) -> dict[str, parity.Verdict]:
+    """Every recipe in float64, compiled once a case."""
+    with jax.enable_x64(True):
+        rules = rules_for(case, case.model(case.config("float64")))
+    found = {}
+    with parity.shared_traces():
+        for recipe in RECIPES:
+            reference = train_reference(case, recipe, "float64")
+            found[recipe.name] = parity.compare(reference, train_model(case, recipe, reference), rules)
+    return found
+
+
+def require_training(verdict: parity.Verdict, *, at_least: float) -> None:
+    assert verdict.passed, str(verdict)
+    assert [rung.name for rung in verdict.rungs][-1] == "training"
+    losses = verdict.curves["reference"]
+    assert len(losses) == STEPS
+    assert losses[0] - losses[-4:].mean() > at_least, "a run that learns nothing proves little"
+
+
+@needs_torch
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.xdist_group(c.name), id=str(c)) for c in SMALL])
+def test_200_steps_leave_the_same_losses_and_weights(case, recipe):
+    require_training(verdicts(case)[recipe.name], at_least=0.02)
+
+
+@needs_torch
+@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.xdist_group(c.name), id=str(c)) for c in SMALL])
+def test_200_steps_in_float32_stay_within_the_spread_of_pytorch_against_itself(case):
+    import torch
+
+    rules = rules_for(case, case.model(case.config("float32")))
+    truth = train_reference(case, RECIPE, "float64")
+    reference = train_reference(case, RECIPE, "float32")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1 if threads > 1 else 2)
+    try:
+        envelope = [train_reference(case, RECIPE, "float32")]
+    finally:
+        torch.set_num_threads(threads)
+    envelope.append(train_reference(case, RECIPE, "float32", order=permuted))
+    candidate = train_model(case, RECIPE, reference)
+    require_training(parity.compare(reference, candidate, rules, truth=truth, envelope=envelope), at_least=0.02)
