@@ -6,6 +6,7 @@ since the start, which is 0 for an optimizer that does nothing, and PyTorch's mo
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -29,16 +30,24 @@ Named = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """A bowl with a random curvature in each direction, a cubic term, and noise. All numbers are float32 numbers."""
+    """A bowl with a random curvature in each direction, a cubic term, and noise. All numbers are float32 numbers.
 
-    start: Named
-    curvature: Named
-    centre: Named
-    noise: Named  # STEPS before the axes of the parameter
+    Each field is one vector, the parameters one after the other; the noise is one for each step.
+    """
 
-    def map(self, convert: Callable[[np.ndarray], Any]) -> "Problem":
-        fields = (getattr(self, field.name) for field in dataclasses.fields(self))
-        return Problem(*({name: convert(array) for name, array in field.items()} for field in fields))
+    shapes: dict[str, tuple[int, ...]]
+    start: np.ndarray
+    curvature: np.ndarray
+    centre: np.ndarray
+    noise: np.ndarray
+
+    def named(self, vectors: Any) -> Named:
+        """Vectors of NumPy, JAX or PyTorch as parameters; views where the framework has them."""
+        ends = np.cumsum([math.prod(shape) for shape in self.shapes.values()]).tolist()
+        return {
+            name: vectors[..., begin:end].reshape(*vectors.shape[:-1], *shape)
+            for (name, shape), begin, end in zip(self.shapes.items(), [0, *ends[:-1]], ends, strict=True)
+        }
 
 
 def gradient(parameter: Any, curvature: Any, centre: Any, noise: Any) -> Any:
@@ -51,11 +60,13 @@ def problem(copies: int) -> Problem:
     rng = np.random.default_rng(copies)
     shapes = {name: (copies * shape[0], *shape[1:]) for name, shape in SHAPES.items()}
 
-    def draw(centre: float, spread: float, *axes: int) -> Named:
-        return {name: rng.normal(centre, spread, (*axes, *shape)).astype(np.float32) for name, shape in shapes.items()}
+    size = sum(math.prod(shape) for shape in shapes.values())
 
-    curvature = {name: np.abs(values) + np.float32(0.3) for name, values in draw(0, 1).items()}
-    return Problem(start=draw(0, 1), curvature=curvature, centre=draw(1, 1), noise=draw(0, 0.5, STEPS))
+    def draw(centre: float, spread: float, *axes: int) -> np.ndarray:
+        return rng.normal(centre, spread, (*axes, size)).astype(np.float32)
+
+    curvature = np.abs(draw(0, 1)) + np.float32(0.3)
+    return Problem(shapes, start=draw(0, 1), curvature=curvature, centre=draw(1, 1), noise=draw(0, 0.5, STEPS))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,16 +148,21 @@ def run_torch(twin: Twin, schedule: str, copies: int, dtype: str, *, clipped: bo
     """For each of SEEN, the parameters and the moments, by optax's name of the kind and the parameter's name."""
     import torch
 
-    data = problem(copies).map(lambda array: torch.tensor(array, dtype=getattr(torch, dtype)))
-    leaves = {name: torch.nn.Parameter(start) for name, start in data.start.items()}
+    data, options = problem(copies), dict(dtype=getattr(torch, dtype))
+    position, curvature, centre, noise = (
+        torch.tensor(field, **options) for field in (data.start, data.curvature, data.centre, data.noise)
+    )
+    # Parameters are views of one vector, and so are their gradients, since a thousand small expressions take long.
+    slope = torch.zeros_like(position)
+    leaves = {name: torch.nn.Parameter(view) for name, view in data.named(position).items()}
+    for name, view in data.named(slope).items():
+        leaves[name].grad = view
     _, rate, scheduler_of = SCHEDULES[schedule]
     optimizer = twin.torchs(torch.optim, leaves, rate)
     scheduler = scheduler_of(torch.optim.lr_scheduler, optimizer)
     seen, was_clipped = [], 0
     for step in range(1, STEPS + 1):
-        for name, leaf in leaves.items():
-            noise = data.noise[name][step - 1]
-            leaf.grad = gradient(leaf.detach(), data.curvature[name], data.centre[name], noise)
+        slope[:] = gradient(position, curvature, centre, noise[step - 1])
         if clipped:
             norm = torch.nn.utils.clip_grad_norm_(leaves.values(), MAX_NORM[copies])
             was_clipped += int(norm > MAX_NORM[copies])
@@ -166,26 +182,27 @@ def run_ours(twin: Twin, schedules: list[str], copies: int, *, clipped: bool) ->
     """For each schedule what `run_torch` returns, in the float type that JAX has at the moment."""
     counts = jnp.arange(STEPS)
     rates = jnp.stack([jax.vmap(SCHEDULES[schedule][0])(counts) for schedule in schedules])
-    data = problem(copies).map(lambda array: jnp.asarray(array, float))
+    data = problem(copies)
+    fields = [data.named(jnp.asarray(field, float)) for field in (data.start, data.curvature, data.centre, data.noise)]
 
     @jax.jit
     @functools.partial(jax.vmap, in_axes=(0, None))
     def run(rate, fields):
-        data = Problem(*fields)
+        start, curvature, centre, noises = fields
         optimizer = twin.ours(lambda count: rate[count], max_norm=MAX_NORM[copies] if clipped else None)
 
         def step(carry, noise):
             parameters, state = carry
-            gradients = jax.tree.map(gradient, parameters, data.curvature, data.centre, noise)
+            gradients = jax.tree.map(gradient, parameters, curvature, centre, noise)
             updates, state = optimizer.update(gradients, state, parameters)
             parameters = jax.tree.map(jnp.add, parameters, updates)
             return (parameters, state), {"parameter": parameters} | {
                 kind: optax.tree.get(state, kind) for kind in twin.moments
             }
 
-        return jax.lax.scan(step, (data.start, optimizer.init(data.start)), data.noise)[1]
+        return jax.lax.scan(step, (start, optimizer.init(start)), noises)[1]
 
-    result = jax.tree.map(np.asarray, run(rates, (data.start, data.curvature, data.centre, data.noise)))
+    result = jax.tree.map(np.asarray, run(rates, fields))
     return [
         [jax.tree.map(lambda leaf, k=k, step=step: leaf[k, step - 1], result) for step in SEEN]
         for k in range(len(schedules))
@@ -204,7 +221,7 @@ def compared(seen: dict[str, Named], start: Named) -> dict[tuple[str, str], np.n
 @pytest.mark.parametrize("clipped", [False, True], ids=["free", "clipped"])
 @pytest.mark.parametrize("name", TWINS)
 def test_a_thousand_steps_in_float64_mean_what_pytorchs_mean(name, clipped):
-    twin, start = TWINS[name], problem(1).start
+    twin, start = TWINS[name], problem(1).named(problem(1).start)
     with jax.enable_x64(True):
         ours = run_ours(twin, list(SCHEDULES), 1, clipped=clipped)
     for schedule, run in zip(SCHEDULES, ours, strict=True):
@@ -220,7 +237,7 @@ def test_a_thousand_steps_in_float64_mean_what_pytorchs_mean(name, clipped):
 @pytest.mark.parametrize("name", TWINS)
 def test_a_thousand_clipped_steps_under_noam_in_float32_are_as_exact_as_pytorchs(name):
     copies, twin = tolerances.POOLED_SEEDS, TWINS[name]
-    start = problem(copies).start
+    start = problem(copies).named(problem(copies).start)
     truth, theirs = (run_torch(twin, "noam", copies, dtype, clipped=True) for dtype in ("float64", "float32"))
     (ours,) = run_ours(twin, ["noam"], copies, clipped=True)
     for step, actual, rounded, exact in zip(SEEN, ours, theirs, truth, strict=True):
