@@ -15,10 +15,12 @@ from flax_transformer.parity.comparison import compare, compare_pooled
 from flax_transformer.parity.flax_program import shared_traces
 from flax_transformer.parity.flax_recorder import live_flax, record_flax
 from flax_transformer.parity.judgement import judge_position_table
+from flax_transformer.parity.layouts import from_kernel
 from flax_transformer.parity.localisation import localise
-from flax_transformer.parity.matching import Match, Rules, from_kernel
+from flax_transformer.parity.matching import Match, Rules
 from flax_transformer.parity.measures import Measures, measure
 from flax_transformer.parity.recording import Recording, load
+from flax_transformer.parity.rules_file import load_rules
 from flax_transformer.parity.search import Found, search
 from flax_transformer.parity.torch_recorder import live_torch, record_torch
 from flax_transformer.parity.verdict import RUNGS, Divergence, Row, Rung, Verdict
@@ -41,6 +43,7 @@ __all__ = [
     "live_flax",
     "live_torch",
     "load",
+    "load_rules",
     "localise",
     "measure",
     "record_flax",

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from flax_transformer.parity.learning import Learning
-from flax_transformer.parity.matching import Rules, match_modules, match_tensors, require_known
+from flax_transformer.parity.matching import Rules, match_modules, match_tensors, require_fitting, require_known
 from flax_transformer.parity.preconditions import Case, require_comparable
 from flax_transformer.parity.recording import Recording
 from flax_transformer.parity.rungs import Ladder
@@ -91,6 +91,8 @@ def _climb(cases: Sequence[Case], rules: Rules | None) -> Verdict:
         require_known(rules, reference, candidate)
     tensors = match_tensors(reference, candidate, rules)
     modules = match_modules(reference, candidate, rules, tensors)
+    if rules is not None:
+        require_fitting(tensors, modules, candidate)
     ladder = Ladder(cases, rules or Rules(), tensors, modules)
     learning = Learning(ladder)
     rows: dict[RungName, tuple[Row, ...]] = {name: tuple(climb(ladder)) for name, climb in FORWARD.items()}

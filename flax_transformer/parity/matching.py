@@ -1,23 +1,15 @@
 """Which name of the reference means which name of the candidate: by rule, by name, by convention, by shape and order."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
 
+from flax_transformer.parity.layouts import LAYOUTS, Transform, as_transform, from_kernel, in_words, joins
 from flax_transformer.parity.recording import Names, Recording, split_activation_key
 
-Transform = Callable[..., np.ndarray]
 How = Literal["rule", "name", "convention", "value", "shape and order", "parameters"]
-
-
-def from_kernel(kernel: np.ndarray) -> np.ndarray:
-    """Flax's layout (spatial axes, in, out) -> PyTorch's (out, in, spatial axes): the transpose, for a linear map."""
-    return np.moveaxis(kernel, (-1, -2), (0, 1)) if kernel.ndim >= 2 else kernel
-
-
-LAYOUTS: dict[str, Transform] = {"same": lambda array: array, "kernel": from_kernel}
 
 # PyTorch's last name component -> Flax's.
 CONVENTIONS = {"weight": ("kernel", "scale", "embedding"), "running_mean": ("mean",), "running_var": ("var",)}
@@ -33,9 +25,10 @@ class Rules:
         parameters: reference name of a parameter or buffer -> candidate name, several names (then ``transforms`` says how
             they make one array), or None: it has no counterpart, on purpose.
         modules: reference path -> candidate path, or None. The model itself is "".
-        transforms: reference name or path -> the layout of the candidate's array, "same" (default) or "kernel" (Flax's
-            kernels), or a function of the candidate's arrays that gives one in the reference's layout. For a path
-            it applies to all outputs of that module; for "" to the final output too.
+        transforms: reference name or path -> the layout of the candidate's array, in words (``layouts``): "same" (default),
+            "kernel" (Flax's kernels), "transpose 0 2 1", "kernel, concatenate 0"; or a function of the candidate's arrays
+            that gives one in the reference's layout. For a path it applies to all outputs of that module; for "" to the
+            final output too.
     """
 
     parameters: Mapping[str, str | tuple[str, ...] | None] = dataclasses.field(default_factory=dict)
@@ -45,7 +38,7 @@ class Rules:
     def transform(self, names: Iterable[str], default: str = "same") -> Transform:
         """The transform of whatever has one of these names."""
         chosen = next((self.transforms[name] for name in names if name in self.transforms), default)
-        return LAYOUTS[chosen] if isinstance(chosen, str) else chosen
+        return as_transform(chosen)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +52,7 @@ class Match:
 
     def __str__(self) -> str:
         names = " and ".join("+".join(name or "(model)" for name in group) for group in self.candidates)
-        layout = " (kernel layout)" if self.transform is from_kernel else ""
+        layout = f" ({in_words(self.transform)} layout)" if self.transform is not LAYOUTS["same"] else ""
         return f"{self.reference or '(model)'} = {names}{layout}, by {self.how}"
 
 
@@ -75,15 +68,35 @@ def require_known(rules: Rules, reference: Recording, candidate: Recording) -> N
         unknown += [f"{kind} {name!r} of the candidate" for name in _targets(mapping.values()) if name not in theirs]
     references = sides["parameter"][0].keys() | sides["module"][0].keys()
     unknown += [f"{name!r} of the reference (a transform)" for name in rules.transforms if name not in references]
-    layouts = {value for value in rules.transforms.values() if isinstance(value, str)}
-    unknown += [f"layout {name!r} (there are {', '.join(LAYOUTS)})" for name in sorted(layouts - LAYOUTS.keys())]
+    for layout in sorted({value for value in rules.transforms.values() if isinstance(value, str)}):
+        try:
+            as_transform(layout)
+        except ValueError as error:
+            unknown.append(str(error))
     unknown += [
-        f"function in transforms that makes one array of {target} for {name!r}"
+        f"function in transforms that makes one array of {target} for {name!r}, or layout with concatenate or stack"
         for name, target in rules.parameters.items()
-        if isinstance(target, tuple) and len(target) != 1 and not callable(rules.transforms.get(name))
+        if isinstance(target, tuple) and len(target) != 1 and not joins(rules.transforms.get(name, "same"))
     ]
     if unknown:
         raise ValueError("rules must name what the recordings hold; there is no " + ", no ".join(unknown))
+
+
+def require_fitting(tensors: Sequence[Match], modules: Sequence[Match], candidate: Recording) -> None:
+    """Raise unless every layout can be applied to the candidate's arrays, listing all that cannot."""
+    arrays = [(match, [candidate.tensors[n] for n in group]) for match in tensors for group in match.candidates]
+    answers = {other: match for match in modules for (other,) in match.candidates}
+    for key, array in candidate.activations.items():
+        if match := answers.get(split_activation_key(key)[0]):
+            arrays.append((match, [array]))
+    problems: dict[str, None] = {}
+    for match, group in arrays:
+        try:
+            match.transform(*group)
+        except ValueError as error:
+            problems[f"{match.reference or '(model)'}: {error}"] = None
+    if problems:
+        raise ValueError("layouts in rules must fit the candidate's arrays; " + "; ".join(problems))
 
 
 def by_any_name(names: Names) -> dict[str, str]:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from flax_transformer import parity
-from flax_transformer.parity.matching import from_kernel
+from flax_transformer.parity.layouts import from_kernel
 
 
 def recorded(
