@@ -36,6 +36,7 @@ class Finding:
     detail: str
     measures: Measures | None = None
     allowed: float | None = None
+    judged: float | None = None
 
 
 def judge_layout(samples: Sequence[Sample]) -> Finding:
@@ -103,6 +104,7 @@ def judge_position_table(reference: np.ndarray, candidate: np.ndarray, *, freque
         f"differs by up to {worst:.2g} of position * ulp(frequency) and its rounding",
         measure(reference, candidate),
         1.0,
+        worst,
     )
 
 
@@ -123,7 +125,7 @@ def _judge_float32_misses(sample: Sample) -> Finding | None:
     if not misses or measures.max_abs > allowed:
         return None
     detail = f"{misses} elements differ after rounding to float32 (the largest difference is {measures.max_abs:.2g})"
-    return Finding(False, detail, measures, allowed)
+    return Finding(False, detail, measures, allowed, measures.max_abs)
 
 
 def _judge_meaning(sample: Sample, part: float) -> Finding:
@@ -131,11 +133,12 @@ def _judge_meaning(sample: Sample, part: float) -> Finding:
     scale = tolerances.scale(sample.reference) if sample.scale is None else sample.scale
     allowed = part * scale
     counted = measures if sample.counted is None else measure(*_counted(sample, sample.reference, sample.candidate))
-    if counted.max_abs > allowed:
+    error = counted.max_abs
+    if error > allowed:
         at = f" at {list(measures.where)}" if sample.counted is None else ""
-        return Finding(False, f"differs by {counted.max_abs:.2g}{at}, allowed {allowed:.2g}", measures, allowed)
-    relative = counted.max_abs / scale if scale else 0.0
-    return Finding(True, f"differs by {relative:.2g} of the scale", measures, allowed)
+        return Finding(False, f"differs by {error:.2g}{at}, allowed {allowed:.2g}", measures, allowed, error)
+    relative = error / scale if scale else 0.0
+    return Finding(True, f"differs by {relative:.2g} of the scale", measures, allowed, error)
 
 
 def _judge_arithmetic(samples: Sequence[Sample]) -> Finding:
@@ -155,13 +158,14 @@ def _judge_arithmetic(samples: Sequence[Sample]) -> Finding:
         if rms(their) > allowed:
             which = f" in case {seed}" if len(samples) > 1 else ""
             detail = f"rms error {rms(their):.2g}{which}, the reference's {rms(our):.2g}, allowed {allowed:.2g}"
-            return Finding(False, detail, measures, allowed)
+            return Finding(False, detail, measures, allowed, rms(their))
     if len(samples) == 1:
-        return Finding(True, f"rms error {rms(theirs[0]):.2g}, the reference's {rms(ours[0]):.2g}", measures, allowed)
+        detail = f"rms error {rms(theirs[0]):.2g}, the reference's {rms(ours[0]):.2g}"
+        return Finding(True, detail, measures, allowed, rms(theirs[0]))
     their, our = (rms(np.concatenate([error.ravel() for error in errors])) for errors in (theirs, ours))
     allowed = tolerances.POOLED.allowed(reference_error=our, largest=max(largest), dtype=dtype)
     detail = f"rms error over {len(samples)} cases {their:.2g}, the reference's {our:.2g}, allowed {allowed:.2g}"
-    return Finding(their <= allowed, detail, measures, allowed)
+    return Finding(their <= allowed, detail, measures, allowed, their)
 
 
 def _error(sample: Sample, array: np.ndarray) -> np.ndarray:

@@ -1,6 +1,7 @@
 """The rungs of learning: loss, gradients, the first update, a training run. Matched recordings in, rows out."""
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
@@ -25,6 +26,11 @@ class Learning:
         self._truths = [case.truth or case.reference for case in self.cases]
         self._gradient_scales = [_scales(truth.gradients, self._owners) for truth in self._truths]
         self._tolerated = tolerances.GRADIENT_NOISE.get(self.reference.dtype, np.nan)
+
+    @functools.cached_property
+    def _candidate_gradients(self) -> dict[str, list[np.ndarray]]:
+        """In the reference's layout, a case each."""
+        return {name: [sample.candidate for sample in samples] for name, samples in self._samples("gradients")}
 
     @property
     def structural_zeros(self) -> tuple[str, ...]:
@@ -132,11 +138,12 @@ class Learning:
             if largest > bound or not np.all(np.isfinite(sample.candidate)):
                 measures = measure(sample.reference, sample.candidate)
                 detail = f"is zero by structure and reaches {largest:.2g}, allowed {bound:.2g}"
-                return Finding(False, detail, measures, bound)
+                return Finding(False, detail, measures, bound, largest)
         first = samples[0]
-        return Finding(
-            True, "zero by structure on both sides, up to rounding", measure(first.reference, first.candidate)
-        )
+        measures = measure(first.reference, first.candidate)
+        largest = max(tolerances.scale(first.reference), tolerances.scale(first.candidate))
+        detail = "zero by structure on both sides, up to rounding"
+        return Finding(True, detail, measures, allowed * (first.scale or 0.0), largest)
 
     def _judge_update(self, name: str, samples: list[Sample]) -> Finding:
         counted = [
@@ -158,10 +165,14 @@ class Learning:
         noise = tolerances.MEANING * self._gradient_scales[0][self._owners[name]]
         with np.errstate(divide="ignore", invalid="ignore"):
             passed_on = np.nan_to_num(np.minimum(1.0, noise / gradient), nan=0.0) * np.abs(sample.reference)
-        allowed = tolerances.MEANING * scale + rounding + passed_on
-        excess = (np.abs(sample.candidate - sample.reference) - allowed)[sample.counted]
+        allowed = (tolerances.MEANING * scale + rounding + passed_on)[sample.counted]
+        differences = np.abs(sample.candidate - sample.reference)[sample.counted]
+        excess = differences - allowed
         detail = f"differs by {measures.max_abs / scale if scale else measures.max_abs:.2g} of the update"
-        return Finding(bool(np.all(excess <= 0)), detail, measures, tolerances.MEANING * scale + rounding)
+        if not excess.size:
+            return Finding(True, detail, measures)
+        worst = int(np.argmax(excess))  # every element has a limit of its own; this one is nearest to it
+        return Finding(bool(excess[worst] <= 0), detail, measures, float(allowed[worst]), float(differences[worst]))
 
     def _moments(self, zeros: set[str]) -> Iterator[Row]:
         """Moments, relative to those of the module; names of moments that only one side has were refused before."""
@@ -184,9 +195,11 @@ class Learning:
                     yield row_of(f"{name} ({kind} moment)", self._owners[name], judge_learned(scaled))
 
     def _counted(self, name: str, number: int) -> np.ndarray:
-        """Elements whose gradient is more than rounding noise, or nothing at all."""
+        """Elements whose gradient is more than rounding noise, or nothing at all on both sides."""
         gradient = np.abs(self._truths[number].gradients[name].astype(np.float64))
-        return (gradient > self._tolerated * self._gradient_scales[number][self._owners[name]]) | (gradient == 0)
+        # An exact 0 may be noise that cancelled by chance, as within the key's part of a fused bias.
+        nothing = (gradient == 0) & (self._candidate_gradients[name][number] == 0)
+        return (gradient > self._tolerated * self._gradient_scales[number][self._owners[name]]) | nothing
 
     def _samples(self, section: str, *, minus_start: bool = False) -> Iterator[tuple[str, list[Sample]]]:
         for match in self.ladder.tensors:

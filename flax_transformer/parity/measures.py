@@ -20,6 +20,7 @@ class Measures:
         rms: root mean square of the differences.
         cosine: cosine of the angle between the two as vectors, 1 where both are zero.
         float32_misses: elements that differ after rounding to float32.
+        largest: the reference's largest magnitude.
     """
 
     max_abs: float
@@ -29,6 +30,7 @@ class Measures:
     rms: float
     cosine: float
     float32_misses: int
+    largest: float
 
     def __str__(self) -> str:
         return (
@@ -58,6 +60,7 @@ def measure(reference: np.ndarray, candidate: np.ndarray) -> Measures:
         rms=rms(difference),
         cosine=_cosine(a.ravel(), b.ravel()),
         float32_misses=float32_misses(reference, candidate),
+        largest=largest,
     )
 
 

@@ -1,11 +1,12 @@
 """What must hold before a comparison means anything: one error that names every offender."""
 
 import dataclasses
+import re
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from flax_transformer.parity.recording import Arrays, Recording
+from flax_transformer.parity.recording import Arrays, Recording, split_activation_key
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,10 +24,13 @@ def require_comparable(cases: Sequence[Case]) -> None:
     """Raise unless the recordings are of the same runs, in a dtype that has a rule.
 
     Raises:
-        ValueError: different dtypes; float32 without a truth, or a truth of another run; different inputs; masks under
-            different names; several cases of different models.
+        ValueError: a recording that contradicts itself; different dtypes; float32 without a truth, or a truth of another
+            run; different inputs; masks under different names; several cases of different models.
     """
-    problems = []
+    runs = {"reference": cases[0].reference, "candidate": cases[0].candidate}
+    problems = [f"the {side} {found}" for side, run in runs.items() for found in _contradictions(run)]
+    if problems:
+        raise ValueError("the recordings contradict themselves: " + "; ".join(problems))
     for number, case in enumerate(cases):
         prefix = f"case {number}: " if len(cases) > 1 else ""
         found = (*_dtype_problems(case), *_input_problems(case), *_learning_problems(case))
@@ -123,6 +127,35 @@ def _truth_problems(reference: Recording, truth: Recording) -> Iterator[str]:
         for name in ours.keys() | theirs.keys():
             if name not in ours or name not in theirs or not _same(ours[name], theirs[name]):
                 yield f"{section}/{name} of the truth is not the reference's (round it to float32 before recording both)"
+
+
+def _contradictions(run: Recording) -> Iterator[str]:
+    """Names in one part of a recording that another part must have: a foreign program may write anything."""
+    modules = {alias for aliases in run.module_names.values() for alias in aliases}
+    if run.tensors and "" not in modules:
+        yield "has tensors and no module that holds them"
+    if strangers := run.tensors.keys() ^ run.tensor_names.keys():
+        yield f"names other tensors than it holds: {sorted(strangers)}"
+    if strangers := [key for key in run.activations if not re.fullmatch(r"[^#]*#\d+(/.*)?", key, re.DOTALL)]:
+        yield f"has activations without the number of their call: {strangers}"
+        return
+    called = {split_activation_key(key)[0] for key in run.activations}
+    if strangers := called - run.module_names.keys():
+        yield f"calls modules that it does not name: {sorted(strangers)}"
+    for section in ("gradients", "updates", "trained"):
+        strangers = getattr(run, section).keys() - run.parameters.keys()
+        if strangers:
+            yield f"has {section} of what is no parameter: {sorted(strangers)}"
+    if strangers := {name.partition("/")[2] for name in run.moments} - run.parameters.keys():
+        yield f"has moments of what is no parameter: {sorted(strangers)}"
+    if strangers := run.activation_gradients.keys() - run.activations.keys():
+        yield f"has gradients of what no module gave: {sorted(strangers)}"
+    if run.losses and run.losses.keys() != {"loss"}:
+        yield f"has the losses {sorted(run.losses)} instead of 'loss'"
+    if (run.gradients or run.trained) and not run.losses:
+        yield "has gradients and no loss"
+    if run.updates and not run.gradients.keys() >= run.updates.keys():
+        yield "has updates of parameters without gradients"
 
 
 def is_mask(*arrays: np.ndarray) -> bool:

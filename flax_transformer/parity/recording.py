@@ -7,7 +7,7 @@ version, the order of the names, the aliases, the provenance, and the size and S
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +157,11 @@ def load(path: str | Path) -> Recording:
     arrays: dict[str, Arrays] = {}
     if not problems:
         for section in SECTIONS:
-            stored = _read_arrays(folder / f"{section}.safetensors")
+            try:
+                stored = _read_arrays(folder / f"{section}.safetensors")
+            except (safetensors.SafetensorError, KeyError) as error:  # KeyError: a dtype that is not in the table
+                problems.append(f"{section}.safetensors: cannot be read ({error})")
+                continue
             names = sections[section]["names"]
             if sorted(names) == sorted(stored):
                 arrays[section] = {name: stored[name] for name in names}
@@ -193,7 +197,42 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         raise ValueError(
             f"the recording {folder} is damaged, record it again: {MANIFEST}: changed since it was written"
         )
+    if missing := _missing(content):
+        raise ValueError(
+            f"{folder} is no recording of this format: {MANIFEST} has no right {', no right '.join(missing)}"
+        )
     return content
+
+
+def _missing(content: Mapping[str, Any]) -> list[str]:
+    """Entries of a manifest that are absent or of another kind: a foreign program may write an intact file."""
+
+    def words(value: Any) -> bool:
+        return isinstance(value, list) and all(isinstance(word, str) for word in value)
+
+    def mapping(name: str, right: Callable[[Any], bool]) -> bool:
+        return isinstance(content.get(name), dict) and all(map(right, content[name].values()))
+
+    right = {
+        "dtype": isinstance(content.get("dtype"), str),
+        "tensor_names": mapping("tensor_names", words),
+        "module_names": mapping("module_names", words),
+        "provenance": mapping("provenance", lambda value: isinstance(value, str)),
+        "sections": mapping("sections", lambda value: isinstance(value, dict))
+        and {*SECTIONS} <= content["sections"].keys(),
+    }
+    if right["sections"]:
+        kinds: dict[str, Callable[[Any], bool]] = {
+            "bytes": lambda value: isinstance(value, int),
+            "sha256": lambda value: isinstance(value, str),
+            "names": words,
+        }
+        right |= {
+            f"{kind} of {section}": fits(content["sections"][section].get(kind))
+            for section in SECTIONS
+            for kind, fits in kinds.items()
+        }
+    return [name for name, fits in right.items() if not fits]
 
 
 def _file_problems(folder: Path, section: str, expected: Mapping[str, Any]) -> Iterator[str]:

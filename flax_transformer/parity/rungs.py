@@ -172,6 +172,7 @@ def row_of(name: str, path: str, finding: Finding) -> Row:
         detail=finding.detail,
         measures=finding.measures,
         allowed=finding.allowed,
+        judged=finding.judged,
     )
 
 

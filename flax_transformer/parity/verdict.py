@@ -50,7 +50,8 @@ class Row:
         passed: whether it holds.
         detail: what was found, in words.
         measures: how far the values are apart (of the first seed, if several were pooled).
-        allowed: the largest value that the rule allows for what ``detail`` names, if it has one.
+        allowed: the largest value that the rule allows, if it has one.
+        judged: the value that is held against ``allowed``: the largest difference, or an rms error against the truth.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Row:
     detail: str
     measures: Measures | None = None
     allowed: float | None = None
+    judged: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
