@@ -1,13 +1,17 @@
 """What a comparison found: rows, rungs, the first divergence, and all of it as text."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 
+from flax_transformer.parity.layouts import in_words
 from flax_transformer.parity.matching import Match
 from flax_transformer.parity.measures import Measures
+from flax_transformer.parity.report import write_report
 
 RungName = Literal[
     "keys",
@@ -85,7 +89,7 @@ class Divergence:
     row: Row
 
     def __str__(self) -> str:
-        return f"rung {self.rung}, module {self.path or '(the model itself)'}, {self.row.name}: {self.row.detail}"
+        return f"rung {self.rung}, module {self.path or '(the model itself)'}, {_shown(self.row)}: {self.row.detail}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,6 +105,7 @@ class Verdict:
             of updates and training: an optimizer such as Adam turns the rounding noise into full steps.
         curves: losses of all steps, by whose they are.
         provenance: how each side was recorded.
+        conditioning: how strongly each module amplifies rounding, by path, where that was measured.
     """
 
     rule: str
@@ -110,6 +115,7 @@ class Verdict:
     structural_zeros: tuple[str, ...] = ()
     curves: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
     provenance: Mapping[str, Mapping[str, str]] = dataclasses.field(default_factory=dict)
+    conditioning: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def passed(self) -> bool:
@@ -123,13 +129,43 @@ class Verdict:
                     return Divergence(rung.name, row.path, row)
         return None
 
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as JSON can hold it. Of a rung with nothing to compare, "passed" is None; a number that is none is
+        "NaN", "Infinity" or "-Infinity"."""
+        found = self.first_divergence
+        climbed = {rung.name: rung for rung in self.rungs}
+        return {
+            "format": "flax_transformer.parity verdict",
+            "version": 1,
+            "passed": self.passed,
+            "rule": self.rule,
+            "first_divergence": found and {"rung": found.rung, **_plain(found.row)},
+            "rungs": [
+                {
+                    "name": name,
+                    "meaning": meaning,
+                    "passed": climbed[name].passed if name in climbed else None,
+                    "rows": _plain(climbed[name].rows) if name in climbed else [],
+                }
+                for name, meaning in RUNGS.items()
+            ],
+            **{
+                name: _plain(getattr(self, name))
+                for name in ("matches", "unmatched", "structural_zeros", "curves", "conditioning", "provenance")
+            },
+        }
+
+    def report(self, path: str | Path) -> None:
+        """Write the verdict as one HTML page that needs no other file and no network."""
+        write_report(self.to_dict(), path)
+
     def __str__(self) -> str:
         lines = [f"{'PASSED' if self.passed else 'DIVERGED'} ({self.rule})"]
         for rung in self.rungs:
             failed = [row for row in rung.rows if not row.passed]
             held = f"{len(rung.rows) - len(failed)} of {len(rung.rows)}"
             lines.append(f"  {'ok  ' if rung.passed else 'FAIL'} {rung.name:9} {held:>12}  {RUNGS[rung.name]}")
-            lines += [f"         {row.name or '(output)'}: {row.detail}" for row in failed[:5]]
+            lines += [f"         {_shown(row)}: {row.detail}" for row in failed[:5]]
             lines += [f"         and {len(failed) - 5} more"] if len(failed) > 5 else []
         if self.first_divergence:
             lines.append(f"first divergence: {self.first_divergence}")
@@ -141,3 +177,30 @@ class Verdict:
         lines += ["not compared:"] if self.unmatched else []
         lines += [f"  {entry}" for entry in self.unmatched]
         return "\n".join(lines)
+
+
+def _shown(row: Row) -> str:
+    """The model's own outputs have no path before the number of the call."""
+    return f"(model){row.name}" if row.name.startswith("#") else row.name or "(output)"
+
+
+def _plain(value: Any) -> Any:
+    """Dictionaries, lists, numbers and text."""
+    if isinstance(value, Match):
+        return {
+            "reference": value.reference,
+            "candidates": [list(group) for group in value.candidates],
+            "layout": in_words(value.transform),
+            "how": value.how,
+        }
+    if dataclasses.is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, np.ndarray):
+        value = value.astype(np.float64).tolist()
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}[repr(value)]
+    return value
