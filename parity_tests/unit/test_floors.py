@@ -25,6 +25,11 @@ FLOORS = [
 APART = ["checkpoint", "tokenizer", "data", "parity"]
 # Arrays and pytrees only, never a model class.
 NO_MODELS = ["losses", "optimizers", "schedules"]
+# Of parity, the only files that may import a package: the rest knows arrays, names and files.
+PARITY_OWNERS = {
+    "flax": ["parity/flax_calls.py", "parity/flax_program.py", "parity/flax_recorder.py"],
+    "jax": ["parity/emulation.py", "parity/flax_calls.py", "parity/flax_program.py", "parity/flax_recorder.py"],
+}
 # The only files that may import a package.
 OWNERS = {
     "matplotlib": ["pictures.py"],
@@ -93,6 +98,16 @@ def test_a_package_with_an_owner_is_imported_there_alone(package):
     ]
     assert sorted(set(importers) - set(OWNERS[package])) == []
     assert importers, f"nothing imports {package}; the rule is dead"
+
+
+@pytest.mark.parametrize("package", PARITY_OWNERS)
+def test_parity_imports_a_framework_in_the_files_made_for_it_alone(package):
+    importers = [
+        str(path.relative_to(LIBRARY))
+        for name, path in modules()
+        if within(name, "parity") and any(within(imported, package) for imported in imports(path))
+    ]
+    assert sorted(importers) == PARITY_OWNERS[package]
 
 
 def test_nothing_but_the_tests_and_the_walks_sees_both_frameworks():
