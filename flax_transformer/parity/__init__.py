@@ -12,6 +12,7 @@ Record a run on each side, then compare the recordings. It knows arrays, names a
 """
 
 from flax_transformer.parity.comparison import compare, compare_pooled
+from flax_transformer.parity.emulation import emulate
 from flax_transformer.parity.flax_program import shared_traces
 from flax_transformer.parity.flax_recorder import live_flax, record_flax
 from flax_transformer.parity.judgement import judge_position_table
@@ -19,6 +20,7 @@ from flax_transformer.parity.layouts import from_kernel
 from flax_transformer.parity.localisation import localise
 from flax_transformer.parity.matching import Match, Rules
 from flax_transformer.parity.measures import Measures, measure
+from flax_transformer.parity.precision import PrecisionTable, precision_table
 from flax_transformer.parity.recording import Recording, load
 from flax_transformer.parity.rules_file import load_rules
 from flax_transformer.parity.search import Found, search
@@ -31,6 +33,7 @@ __all__ = [
     "Found",
     "Match",
     "Measures",
+    "PrecisionTable",
     "Recording",
     "Row",
     "Rules",
@@ -38,6 +41,7 @@ __all__ = [
     "Verdict",
     "compare",
     "compare_pooled",
+    "emulate",
     "from_kernel",
     "judge_position_table",
     "live_flax",
@@ -46,6 +50,7 @@ __all__ = [
     "load_rules",
     "localise",
     "measure",
+    "precision_table",
     "record_flax",
     "record_torch",
     "search",

@@ -86,6 +86,36 @@ def emulate(function: _Function, mode: Mode) -> _Function:
     return emulated  # type: ignore[return-value]
 
 
+def products_in_sequence(function: Callable[..., Any], *args: Any) -> int:
+    """The longest chain of float32 products in which each needs the result of the one before: what errors add up over.
+
+    A ``scan`` counts as often as it runs; a ``while_loop``, whose number of steps is not known before, once. Where
+    functions are nested, the longest chains of each are put together, so the count may be too large, never too small.
+
+    Args:
+        function, args: as for ``emulate``; arrays or ``jax.ShapeDtypeStruct``.
+    """
+    return _longest_chain(jax.make_jaxpr(function)(*args))
+
+
+def _longest_chain(program: Any) -> int:
+    lengths: dict[Any, int] = {}
+    for equation in program.eqns:
+        before = max((lengths.get(atom, 0) for atom in equation.invars if isinstance(atom, core.Var)), default=0)
+        if _is_float32_product(equation):
+            own = 1
+        else:
+            chains = [_longest_chain(inner) for inner in core.jaxprs_in_params(equation.params)]
+            own = max(chains, default=0) * equation.params.get("length", 1)
+        lengths.update(dict.fromkeys(equation.outvars, before + own))
+    return max(lengths.values(), default=0)
+
+
+def _is_float32_product(equation: Any) -> bool:
+    factors = equation.invars[:2]
+    return equation.primitive.name in PRODUCTS and all(factor.aval.dtype == "float32" for factor in factors)
+
+
 # What follows becomes part of the programs of others. Inside of `shard_map` an array's type says whether it differs between
 # devices, and constants or a nested `jit` would lose that: so there are neither.
 
@@ -182,7 +212,7 @@ class _Rewriting:
                 f"emulate replaces the products of a JAX program and cannot look into {name!r}; call the original "
                 "function instead of the exported one."
             )
-        if name in PRODUCTS and all(factor.dtype == "float32" for factor in _types(equation.invars[:2])):
+        if _is_float32_product(equation):
             return self._replaced(equation)
         params = {key: self._parameter(value) for key, value in equation.params.items()}
         if all(params[key] is value for key, value in equation.params.items()):

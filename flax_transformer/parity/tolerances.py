@@ -63,6 +63,40 @@ POOLED = Arithmetic(factor=2, floor=8)
 SINGLE = Arithmetic(factor=4, floor=16)
 
 
+# Reduced precision: both factors of every product rounded to a format of unit roundoff u (bfloat16: 2^-8, TF32: 2^-11).
+#
+# One product. Rounding x = m 2^e is off by up to u 2^e, evenly, so the relative error has an rms of u sqrt(E[1/m^2] / 3),
+# which is 0.42 u for m between 1 and 2 of density 1 / (m ln 2), as products of many things have. A term of the sum has
+# two such factors: 0.6 u. Terms and their errors are independent, so the sum has the relative error of a term, 0.6 u,
+# whatever its length. With two parts a factor (bfloat16_3x), what is left of each is 0.42 u of 0.42 u, and the product of
+# the small parts, 0.18 u^2 too, is left out: 0.3 u^2. Six products are float32, which `Arithmetic` judges.
+PRODUCT_ERROR = {"tpu_default": 0.6 * 2.0**-8, "gpu_tf32": 0.6 * 2.0**-11, "tpu_high": 0.3 * 2.0**-16}
+
+# A network. Each of n products in sequence adds an error of its own, independent of the others, and between them norms keep
+# the size of what is passed on: the sum is sqrt(n) errors of one, times what the layers amplify. That is what the factors
+# are for. Measured on the decoder-only document's model and both small ones, at small sizes, in bfloat16 and TF32, with
+# weights as drawn for training and drawn large, as multiples of e sqrt(n), e the error of a product: outputs 0.2 to 0.8 and
+# never more than 1.8 (300 draws); gradients 0.2 to 1.3; the worst parameter's gradient 0.7 to 6. These are medians over
+# draws, and a median over at least `BUDGET_SEEDS` draws is what is held to the budget: where rounding carries the argument
+# of a ReLU over 0, a gradient jumps by an amount that has nothing to do with u (to 34 e sqrt(n), in one of 40 draws).
+BUDGETS = {"outputs": 3.0, "gradients": 3.0, "worst gradient": 15.0}
+BUDGET_SEEDS = 5
+
+
+def budget(mode: str, quantity: str, *, products: int) -> float:
+    """The largest relative rms error, as a median over seeds, of a correct program in reduced precision: f e sqrt(n).
+
+    Args:
+        mode: a key of ``PRODUCT_ERROR``, whose value is e.
+        quantity: a key of ``BUDGETS``, whose value is f. "outputs": the logits, or any activation. "gradients":
+            those of all parameters as one vector. "worst gradient": that of each parameter by itself. (A loss has none:
+            it may be near zero, and moves by no more than twice the largest change of a logit.)
+        products: n, the number of products in sequence (``emulation.products_in_sequence``), the backward pass's included
+            for gradients.
+    """
+    return BUDGETS[quantity] * PRODUCT_ERROR[mode] * float(np.sqrt(products))
+
+
 def scale(array: np.ndarray) -> float:
     """The largest finite magnitude, 0 if there is none."""
     magnitude = np.abs(array.astype(np.float64))

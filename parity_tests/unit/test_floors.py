@@ -28,7 +28,13 @@ NO_MODELS = ["losses", "optimizers", "schedules"]
 # Of parity, the only files that may import a package: the rest knows arrays, names and files.
 PARITY_OWNERS = {
     "flax": ["parity/flax_calls.py", "parity/flax_program.py", "parity/flax_recorder.py"],
-    "jax": ["parity/emulation.py", "parity/flax_calls.py", "parity/flax_program.py", "parity/flax_recorder.py"],
+    "jax": [
+        "parity/emulation.py",
+        "parity/flax_calls.py",
+        "parity/flax_program.py",
+        "parity/flax_recorder.py",
+        "parity/precision.py",
+    ],
 }
 # The only files that may import a package.
 OWNERS = {
