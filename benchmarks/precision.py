@@ -104,9 +104,10 @@ def describe(model: Model, name: str, *, modes: Sequence[Mode], seed: int) -> st
 
     forward = products_in_sequence(loss, parameters, batch)
     backward = products_in_sequence(jax.grad(loss, has_aux=True), parameters, batch)
+    activation = "relu" if config.activation == "relu" else "smooth"
     budgets = [
         f"{mode}: outputs {tolerances.budget(mode, 'outputs', products=forward):.1e}, "
-        f"gradients {tolerances.budget(mode, 'gradients', products=backward):.1e}"
+        f"gradients {tolerances.budget(mode, 'gradients', products=backward, activation=activation):.1e}"
         for mode in modes
         if mode in tolerances.PRODUCT_ERROR
     ]

@@ -187,12 +187,30 @@ def test_correct_models_keep_the_budget_and_one_without_the_scale_of_attention_e
         }
         wrong.append(study.errors(truth, study.compiled(mode)(unscaled, buffers))["outputs"])
     for quantity, errors in correct.items():
-        allowed = tolerances.budget(mode, quantity, products=study.products[quantity])
+        allowed = tolerances.budget(
+            mode,
+            quantity,
+            products=study.products[quantity],
+            activation="relu" if name == "encoder_decoder" else "smooth",
+        )
         # Within it, and not so far that the budget says nothing.
-        assert allowed / 20 < np.median(errors) < allowed, quantity
+        assert allowed / 40 < np.median(errors) < allowed, quantity
     allowed = tolerances.budget(mode, "outputs", products=study.products["outputs"])
     assert max(correct["outputs"]) < allowed
     assert min(wrong) > 2 * allowed
+
+
+def test_a_budget_grows_with_the_root_of_depth_and_allows_for_the_jumps_of_a_relu():
+    deep, shallow = (tolerances.budget("tpu_default", "outputs", products=n) for n in (36, 9))
+    assert deep == 2 * shallow == pytest.approx(3 * 0.6 * 2**-8 * 6)
+    assert deep == tolerances.budget("tpu_default", "outputs", products=36, activation="relu")
+    # What it is for: 2^-9 of the error leaves more than a twentieth of the jumps' part.
+    modes: list[Mode] = ["tpu_default", "tpu_high"]
+    relu = [tolerances.budget(mode, "gradients", products=90, activation="relu") for mode in modes]
+    assert relu[0] / 512 < relu[0] / 64 < relu[1] < relu[0] / 22
+    # Measured on an encoder-decoder of 3 layers (docs/precision.md).
+    assert relu[0] > 1.8e-2
+    assert relu[1] > 2.5e-4
 
 
 def test_the_command_describes_a_model_with_its_depth_and_its_budget():
@@ -201,4 +219,4 @@ def test_the_command_describes_a_model_with_its_depth_and_its_budget():
     assert text.startswith("### toy\n\na toy: width 12, 1 layers,")
     assert "batch 3 x 5; 7 products in sequence, 14 with the backward pass." in text
     assert text.count("| tpu_default") == text.count("| float32") == 3
-    assert "Budget, relative rms: tpu_default: outputs 1.9e-02, gradients 2.6e-02." in text
+    assert "Budget, relative rms: tpu_default: outputs 1.9e-02, gradients 5.4e-02." in text
