@@ -134,7 +134,7 @@ def round_to_tf32(x: jax.Array) -> jax.Array:
     with_half = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=11)
     bits, kept, with_half = (lax.bitcast_convert_type(number, jnp.uint32) for number in (x, kept, with_half))
     # A tie that lost magnitude: it needs one bit more than TF32 has. What it lost, added to it, makes the number above.
-    cut = lax.is_finite(x) & lax.eq(with_half, bits) & lax.lt(kept, bits)
+    cut = lax.eq(with_half, bits) & lax.lt(kept, bits)
     return lax.bitcast_convert_type(lax.select(cut, lax.add(bits, lax.sub(bits, kept)), kept), jnp.float32)
 
 

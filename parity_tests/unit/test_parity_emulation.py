@@ -23,10 +23,13 @@ def every_kind_of_float32() -> np.ndarray:
     bits = rng.integers(0, 2**32, 2**16, np.uint32)
     ties = [(bits[: 2**13] & np.uint32(2**32 - 2**low)) | np.uint32(2 ** (low - 1)) for low in (16, 13)]
     special = np.asarray([0.0, -0.0, np.inf, -np.inf, np.nan, -np.nan, 3.4028235e38, -3.4028235e38, 1e-45], np.float32)
+    all_ones = np.asarray(
+        [0x7FFFF000, 0xFFFFF000, 0x7FFFFFFF, 0xFFFFFFFF], np.uint32
+    )  # NaN that an addition carries over
     subnormal = rng.integers(0, 2**23, 2**10, np.uint32)
-    return np.concatenate([bits, *ties, subnormal, subnormal | np.uint32(2**31), special.view(np.uint32)]).view(
-        np.float32
-    )
+    return np.concatenate(
+        [bits, *ties, all_ones, subnormal, subnormal | np.uint32(2**31), special.view(np.uint32)]
+    ).view(np.float32)
 
 
 def assert_same_numbers(actual, expected) -> None:
