@@ -64,7 +64,7 @@ class ReplayedDropout(DropoutSource):
     """
 
     def __init__(self, masks: Iterable[np.ndarray]) -> None:
-        self._masks = list(masks)
+        self._masks = [np.asarray(mask) != 0 for mask in masks]
         self._site = 0
 
     def keep(self, shape: tuple[int, ...], rate: float) -> Bool[Array, "..."]:
@@ -75,7 +75,7 @@ class ReplayedDropout(DropoutSource):
                 f"dropout site {self._site} needs a mask of shape {shape}, got {found}; masks are replayed in the order of "
                 "drawing, by a model of the same sites and a batch of the same size"
             )
-        mask = jnp.asarray(self._masks[self._site]) != 0
+        mask = jnp.asarray(self._masks[self._site])
         self._site += 1
         return mask
 
