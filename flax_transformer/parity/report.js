@@ -62,7 +62,7 @@
       return {
         rung: rung.name, rungIndex, name: nameOf(row), path: row.path, passed: row.passed, detail: row.detail,
         relative: value(m.relative), max_abs: value(m.max_abs), ulp: value(m.ulp), rms: value(m.rms),
-        cosine: m.cosine === undefined ? null : 1 - Number(m.cosine),
+        cosine: m.cosine === undefined ? null : Math.max(0, 1 - Number(m.cosine)),
         allowed,
         used: judged === null || allowed === null ? null : judged === 0 ? 0 : judged / allowed,
         // What fails without a value to judge, such as a missing call or a NaN, is off every scale.
@@ -324,9 +324,9 @@
   function drawTraining() {
     const curves = Object.entries(verdict.curves).map(([name, losses]) => ({ name, losses: losses.map(value) }));
     if (!curves.length || Math.max(...curves.map((curve) => curve.losses.length)) < 2) return;
-    const styles = [["var(--accent)", ""], ["var(--second)", "7 4"], ["var(--third)", "2 3"]];
+    const styles = [["var(--accent)", ""], ["var(--second)", "7 4"], ["var(--third)", "2 3"], ["var(--fourth)", "12 3 2 3"]];
     curves.forEach((curve, place) => {
-      [curve.colour, curve.dashes] = styles[Math.min(place, 2)];
+      [curve.colour, curve.dashes] = styles[Math.min(place, 3)];
     });
     const truth = curves.find((curve) => curve.name.startsWith("truth")) || curves[0];
     const differences = curves.filter((curve) => curve !== truth).map((curve) => ({
@@ -370,7 +370,8 @@
     const axis = makeAxis(curves.flatMap((curve) => curve.losses).filter(Number.isFinite), top, bottom, left, right);
     const steps = Math.max(...curves.map((curve) => curve.losses.length));
     const x = (step) => left + ((right - left) * step) / Math.max(1, steps - 1);
-    const paths = curves.map((curve) => {
+    // Reference and candidate are drawn over all others, and the candidate's dashes over the reference.
+    const paths = [...curves.slice(2), ...curves.slice(0, 2)].map((curve) => {
       let d = "", pen = "M";
       curve.losses.forEach((loss, step) => {
         if (Number.isFinite(loss)) {

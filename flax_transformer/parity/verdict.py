@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -165,23 +165,28 @@ class Verdict:
             failed = [row for row in rung.rows if not row.passed]
             held = f"{len(rung.rows) - len(failed)} of {len(rung.rows)}"
             lines.append(f"  {'ok  ' if rung.passed else 'FAIL'} {rung.name:9} {held:>12}  {RUNGS[rung.name]}")
-            lines += [f"         {_shown(row)}: {row.detail}" for row in failed[:5]]
-            lines += [f"         and {len(failed) - 5} more"] if len(failed) > 5 else []
+            lines += _first([f"{_shown(row)}: {row.detail}" for row in failed], 5, indent=9)
         if self.first_divergence:
             lines.append(f"first divergence: {self.first_divergence}")
         guessed = [match for match in self.matches if match.how not in ("rule", "name")]
         lines += ["matched by more than the name:"] if guessed else []
-        lines += [f"  {match}" for match in guessed]
+        lines += _first(guessed, 20, indent=2)
         if self.structural_zeros:
             lines.append("zero by structure, exempt from updates and training: " + ", ".join(self.structural_zeros))
         lines += ["not compared:"] if self.unmatched else []
-        lines += [f"  {entry}" for entry in self.unmatched]
+        lines += _first(self.unmatched, 10, indent=2)
         return "\n".join(lines)
 
 
 def _shown(row: Row) -> str:
     """The model's own outputs have no path before the number of the call."""
     return f"(model){row.name}" if row.name.startswith("#") else row.name or "(output)"
+
+
+def _first(entries: Sequence[object], most: int, *, indent: int) -> list[str]:
+    """Lines of the first entries, and how many more there are."""
+    lines = [" " * indent + str(entry) for entry in entries[:most]]
+    return lines + [" " * indent + f"and {len(entries) - most} more"] * (len(entries) > most)
 
 
 def _plain(value: Any) -> Any:

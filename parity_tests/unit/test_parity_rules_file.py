@@ -1,14 +1,18 @@
 """Rules in a file mean what ``Rules`` in Python mean, and a wrong file is refused with every wrong entry named."""
 
 import dataclasses
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from flax_transformer import parity
-from flax_transformer.parity.layouts import as_transform
+from flax_transformer.parity.layouts import STEPS, as_transform
+from flax_transformer.parity.recording import FORMAT, SECTIONS, VERSION
 from parity_tests.unit.test_parity_matching import draw, recorded
 
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "parity.md").read_text(encoding="utf-8")
 RULES = """
 [parameters]
 "attention.in_proj_weight" = ["query.kernel", "key.kernel", "value.kernel"]
@@ -147,3 +151,19 @@ def test_several_names_need_a_layout_that_makes_them_one():
     found = parity.compare(reference, candidate, other).first_divergence
     assert found is not None
     assert found.row.detail == "has shape (3, 10), the reference (6, 5)"
+
+
+def test_the_document_has_every_step_of_a_layout_and_rules_that_load(tmp_path):
+    rows = re.findall(r"^\| `(\w+) ?([^`]*)` \|", DOCUMENT.split("## Rules")[1].split("## The report")[0], re.MULTILINE)
+    assert dict(rows) == {word: numbers for word, (numbers, _) in STEPS.items()}
+    example = DOCUMENT.split("```toml\n")[1].split("```")[0]
+    rules = parity.load_rules(written(tmp_path, example))
+    assert rules.parameters["blocks.0.attention.scale"] is None
+    assert rules.transforms["blocks.0.attention.in_proj_weight"] == "kernel, concatenate 0"
+
+
+def test_the_document_has_every_section_of_a_recording_in_order():
+    rows = re.findall(r"^\| `(\w+)` \|", DOCUMENT.split("| section |")[1].split("Dtypes are")[0], re.MULTILINE)
+    assert tuple(rows) == SECTIONS
+    assert f"Version {VERSION}." in DOCUMENT
+    assert f'"{FORMAT}"' in DOCUMENT
