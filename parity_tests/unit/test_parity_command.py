@@ -15,6 +15,8 @@ from flax_transformer.parity import recording as format_
 from flax_transformer.parity.__main__ import main
 from parity_tests.unit.small_recordings import RULES, Fused, Split, record
 
+pytestmark = pytest.mark.xdist_group("report")  # one worker makes the recordings
+
 
 @pytest.fixture(scope="module")
 def recordings() -> dict[str, parity.Recording]:

@@ -19,6 +19,8 @@ from parity_tests.unit.small_recordings import Split, record
 if TYPE_CHECKING:
     from selenium.webdriver.chrome.webdriver import WebDriver
 
+pytestmark = pytest.mark.xdist_group("report")  # one worker makes the recordings and starts the browser
+
 NOTHING = "\u2013"
 HOSTILE = "<script>document.title = 'stolen'</script><img src=x onerror=\"document.title = 'stolen'\">"
 
