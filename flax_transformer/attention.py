@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
+from flax_transformer.cache import KeysAndValues
 from flax_transformer.config import MaskFill, TransformerConfig
 from flax_transformer.dropout import Dropout, DropoutSource
 from flax_transformer.initialisation import initialiser
@@ -68,10 +69,35 @@ class MultiHeadAttention(nnx.Module):
         dropout: DropoutSource | None = None,
     ) -> Float[Array, "B T D"]:
         q, k, v = self._split(self.query(query)), self._split(self.key(key)), self._split(self.value(value))
-        weights = attention_weights(q, k, mask=mask, mask_fill=self.mask_fill, numerics=self.numerics)
+        return self._attend(q, k, v, mask, dropout)
+
+    def keys_and_values(self, memory: Float[Array, "B S D"]) -> KeysAndValues:
+        """Of ``memory``, to be attended to by ``attend`` as often as wanted."""
+        k, v = self._split(self.key(memory)), self._split(self.value(memory))
+        return KeysAndValues(k.swapaxes(1, 2), v.swapaxes(1, 2))
+
+    def attend(
+        self, query: Float[Array, "B T D"], past: KeysAndValues, mask: Bool[Array, "#B 1 #T #S"] | None
+    ) -> Float[Array, "B T D"]:
+        """A call without dropout on keys and values that are there already.
+
+        ``attend(query, keys_and_values(memory), mask)`` is ``self(query, memory, memory, mask)``.
+        """
+        k, v = past.keys.swapaxes(1, 2), past.values.swapaxes(1, 2)
+        return self._attend(self._split(self.query(query)), k, v, mask, None)
+
+    def _attend(
+        self,
+        query: Float[Array, "B T N H"],
+        key: Float[Array, "B S N H"],
+        value: Float[Array, "B S N H"],
+        mask: Bool[Array, "#B 1 #T #S"] | None,
+        dropout: DropoutSource | None,
+    ) -> Float[Array, "B T D"]:
+        weights = attention_weights(query, key, mask=mask, mask_fill=self.mask_fill, numerics=self.numerics)
         weights = self.dropout(weights, dropout)
-        mixed = self.numerics.einsum("BNTS,BSNH->BTNH", weights, v, result=self.numerics.compute)
-        return self.output(mixed.reshape(query.shape))
+        mixed = self.numerics.einsum("BNTS,BSNH->BTNH", weights, value, result=self.numerics.compute)
+        return self.output(mixed.reshape(*mixed.shape[:2], -1))
 
     def _split(self, x: Float[Array, "B T D"]) -> Float[Array, "B T N H"]:
         return x.reshape(*x.shape[:-1], self.num_heads, -1)

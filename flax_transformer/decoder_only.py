@@ -1,10 +1,14 @@
 """A decoder-only (GPT-style) Transformer, with the decoder-only document as one of its presets."""
 
+import dataclasses
+
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from flax_transformer.attention import MultiHeadAttention
+from flax_transformer.cache import Cache, KeysAndValues, Step, empty_texts, require_room
 from flax_transformer.config import DecoderOnlyConfig
 from flax_transformer.dropout import DropoutSource
 from flax_transformer.inputs import require_config, require_token_ids
@@ -26,6 +30,19 @@ class Block(nnx.Module):
     ) -> Float[Array, "B T D"]:
         x = self.attention_residual(x, lambda y: self.attention(y, y, y, mask, dropout), dropout)
         return self.feed_forward_residual(x, lambda y: self.feed_forward(y, dropout), dropout)
+
+    def step(
+        self, x: Float[Array, "B T D"], text: KeysAndValues, cache: Cache
+    ) -> tuple[Float[Array, "B T D"], KeysAndValues]:
+        """The block's output of new positions, and ``text``, its own part of the cache, with their keys and values."""
+
+        def attend(y: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+            nonlocal text
+            text = text.write(self.attention.keys_and_values(y), cache.position)
+            return self.attention.attend(y, text, cache.causal_mask(y.shape[1]))
+
+        x = self.attention_residual(x, attend)
+        return self.feed_forward_residual(x, self.feed_forward), text
 
 
 class DecoderOnly(nnx.Module):
@@ -86,6 +103,39 @@ class DecoderOnly(nnx.Module):
     def logits(self, features: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """The output projection of the hidden states."""
         return self.output(features)
+
+    def start(self, batch_size: int, *, length: int) -> Cache:
+        """An empty cache for ``batch_size`` texts of up to ``length`` tokens.
+
+        Raises:
+            ValueError: ``length`` not in [1, max_length].
+        """
+        return Cache(jnp.int32(0), empty_texts(self.config, batch_size=batch_size, length=length))
+
+    def step(self, ids: Int[Array, "B T"], cache: Cache) -> Step:
+        """Reads the next ``ids`` of the texts in ``cache``: a whole prompt, or one token each.
+
+            cache = model.start(batch_size, length=64)
+            logits, cache = model.step(prompt, cache)
+            logits, cache = model.step(chosen[:, None], cache)
+
+        The logits are those of ``self`` on all that was read, at its last position, without dropout and without a mask
+        of the caller's.
+
+        Returns:
+            Logits B V of the token after the last of ``ids``, and the cache that holds them.
+
+        Raises:
+            ValueError: see ``cache.require_room``.
+        """
+        ids = require_room(ids, cache)
+        x = self.positions(self.embedding(ids), offset=cache.position)
+        texts = []
+        for block, text in zip(self.blocks, cache.texts, strict=True):
+            x, text = block.step(x, text, cache)
+            texts.append(text)
+        logits = self.logits(self.norm(x[:, -1:]))[:, 0]
+        return Step(logits, dataclasses.replace(cache, position=cache.position + ids.shape[1], texts=tuple(texts)))
 
     def probabilities(
         self, ids: Int[Array, "B T"], mask: Bool[Array, "#B 1 #T #T"] | None = None

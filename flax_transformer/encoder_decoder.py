@@ -1,10 +1,14 @@
 """The full encoder-decoder Transformer (Vaswani et al. 2017), with the encoder-decoder document as one of its presets."""
 
+import dataclasses
+
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from flax_transformer.attention import MultiHeadAttention
+from flax_transformer.cache import Cache, KeysAndValues, Step, empty_texts, require_room
 from flax_transformer.config import EncoderDecoderConfig
 from flax_transformer.dropout import DropoutSource
 from flax_transformer.inputs import require_config, require_token_ids
@@ -65,6 +69,21 @@ class DecoderLayer(nnx.Module):
         )
         return self.feed_forward_residual(x, lambda y: self.feed_forward(y, dropout), dropout)
 
+    def step(
+        self, x: Float[Array, "B T D"], text: KeysAndValues, memory: KeysAndValues, cache: Cache
+    ) -> tuple[Float[Array, "B T D"], KeysAndValues]:
+        """The layer's output of new positions, and ``text``, its own part of the cache, with their keys and values."""
+
+        def attend(y: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+            nonlocal text
+            text = text.write(self.self_attention.keys_and_values(y), cache.position)
+            return self.self_attention.attend(y, text, cache.causal_mask(y.shape[1]))
+
+        x = self.self_attention_residual(x, attend)
+        rows = cache.source_rows(x.shape[1])
+        x = self.cross_attention_residual(x, lambda y: self.cross_attention.attend(y, memory, rows))
+        return self.feed_forward_residual(x, self.feed_forward), text
+
 
 class Decoder(nnx.Module):
     """L decoder layers (one layer L times with ``sharing="document"``) and the final norm."""
@@ -84,6 +103,15 @@ class Decoder(nnx.Module):
         for layer in self.layers:
             x = layer(x, memory, source_mask, target_mask, dropout)
         return self.norm(x)
+
+    def step(self, x: Float[Array, "B T D"], cache: Cache) -> tuple[Float[Array, "B T D"], Cache]:
+        """The features of new positions, and the cache that holds them."""
+        texts = []
+        for layer, text, memory in zip(self.layers, cache.texts, cache.memory, strict=True):
+            x, text = layer.step(x, text, memory, cache)
+            texts.append(text)
+        cache = dataclasses.replace(cache, position=cache.position + x.shape[1], texts=tuple(texts))
+        return self.norm(x), cache
 
 
 class EncoderDecoder(nnx.Module):
@@ -170,6 +198,52 @@ class EncoderDecoder(nnx.Module):
     def logits(self, features: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """The output projection of the decoder's features."""
         return self.output(features)
+
+    def start(self, source: Int[Array, "B S"], source_mask: Array | None, *, length: int) -> Cache:
+        """A cache for targets of up to ``length`` tokens: the encoder's memory of ``source``, as the keys and values that
+        the decoder attends to, and no target yet.
+
+        Args:
+            source: token ids.
+            source_mask: as of a call; broadcastable to B 1 S S for the encoder and to B 1 length S for the decoder.
+            length: start token included.
+
+        Raises:
+            ValueError: ``length`` not in [1, max_length], and what ``encode`` refuses.
+        """
+        memory = self.encode(source, source_mask)
+        B, S, _ = memory.shape  # noqa: N806
+        kept = tuple(layer.cross_attention.keys_and_values(memory) for layer in self.decoder.layers)
+        return Cache(
+            jnp.int32(0),
+            empty_texts(self.config, batch_size=B, length=length),
+            # Without the barrier XLA moves the transposition of these into the loop that uses them, and does it every step.
+            jax.lax.optimization_barrier(kept),
+            require_mask(source_mask, (B, length, S), name="source_mask of start"),
+        )
+
+    def step(self, ids: Int[Array, "B T"], cache: Cache) -> Step:
+        """Reads the next ``ids`` of the targets in ``cache``: a start token, a whole prefix, or one token each.
+
+            cache = model.start(source, padding_mask(source), length=64)
+            logits, cache = model.step(start_tokens, cache)
+            logits, cache = model.step(chosen[:, None], cache)
+
+        The logits are those of ``self`` on all that was read, at its last position, with the causal mask as
+        ``target_mask`` and without dropout. Padding in the target cannot be masked: with ``minus_1e9`` or ``dtype_min``,
+        a target that begins with masked padding would attend to all its positions equally, the later ones too, which
+        are not there yet.
+
+        Returns:
+            Logits B V of the token after the last of ``ids``, and the cache that holds them.
+
+        Raises:
+            ValueError: see ``cache.require_room``.
+        """
+        ids = require_room(ids, cache)
+        x = self.target_positions(self.target_embedding(ids), offset=cache.position)
+        features, cache = self.decoder.step(x, cache)
+        return Step(self.logits(features[:, -1:])[:, 0], cache)
 
     def probabilities(
         self,

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.core import Tracer
-from jaxtyping import Array, Float, Integer
+from jaxtyping import Array, Float, Int, Integer
 
 from flax_transformer.config import Bias, TransformerConfig
 from flax_transformer.dropout import Dropout, DropoutSource
@@ -211,8 +211,10 @@ class Positions(nnx.Module):
             )
         self.dropout = Dropout(config.dropout)
 
-    def __call__(self, x: Float[Array, "B T D"], dropout: DropoutSource | None = None) -> Float[Array, "B T D"]:
-        rows = self.table[: x.shape[1]].astype(self.numerics.compute)
+    def __call__(
+        self, x: Float[Array, "B T D"], dropout: DropoutSource | None = None, *, offset: int | Int[Array, ""] = 0
+    ) -> Float[Array, "B T D"]:
+        rows = jax.lax.dynamic_slice_in_dim(self.table[...], offset, x.shape[1]).astype(self.numerics.compute)
         return self.dropout(x + jnp.broadcast_to(rows[None], x.shape), dropout)
 
 

@@ -10,6 +10,7 @@ from flax import nnx
 
 import flax_transformer as ft
 from flax_transformer import decoding
+from parity_tests.unit.small_models import DOUBLE, PRESETS, build
 
 V, MAX_LENGTH = 13, 7
 
@@ -54,18 +55,23 @@ def continued(model, prompt, num_tokens):
     return text
 
 
-def test_greedy_is_the_plain_loop_also_where_the_text_outgrows_the_position_table(decoder_only):
+with_and_without_cache = pytest.mark.parametrize("cache", ["on", "off"])
+
+
+@with_and_without_cache
+def test_greedy_is_the_plain_loop_also_where_the_text_outgrows_the_position_table(decoder_only, cache):
     prompt = random_ids(0, (5, 3))
-    result = decoding.generate_greedy(decoder_only, prompt, num_tokens=10)
+    result = decoding.generate_greedy(decoder_only, prompt, num_tokens=10, cache=cache)
     assert result.dtype == jnp.int32
     np.testing.assert_array_equal(result, continued(decoder_only, prompt, 10))
     assert len(np.unique(result[:, 3:])) > 3, "the model says one thing whatever it reads; this test sees nothing"
 
 
-def test_greedy_takes_a_prompt_beyond_the_position_table(decoder_only):
-    prompt = random_ids(1, (2, 9))
-    result = decoding.generate_greedy(decoder_only, prompt, num_tokens=4)
-    np.testing.assert_array_equal(result, continued(decoder_only, prompt, 4))
+@pytest.mark.parametrize(("batch", "length", "num_tokens"), [(2, 9, 4), (3, MAX_LENGTH, 3), (4, 1, 5), (1, 2, 1)])
+def test_greedy_takes_any_prompt_one_beyond_the_position_table_too(decoder_only, batch, length, num_tokens):
+    prompt = random_ids(1, (batch, length))
+    result = decoding.generate_greedy(decoder_only, prompt, num_tokens=num_tokens)
+    np.testing.assert_array_equal(result, continued(decoder_only, prompt, num_tokens))
 
 
 def test_a_row_does_not_depend_on_the_rows_beside_it(decoder_only):
@@ -75,13 +81,14 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(decoder_only):
     np.testing.assert_array_equal(together[2:3], alone)
 
 
-def test_an_ended_row_is_filled_with_the_end_and_the_others_go_on(decoder_only):
+@with_and_without_cache
+def test_an_ended_row_is_filled_with_the_end_and_the_others_go_on(decoder_only, cache):
     prompt = random_ids(0, (5, 3))
     free = np.asarray(decoding.generate_greedy(decoder_only, prompt, num_tokens=10))
     end = int(free[4, 8])
     assert end not in free[4, 3:8]
     assert any(end not in row[3:] for row in free), "every row ends; this test sees nothing"
-    stopped = np.asarray(decoding.generate_greedy(decoder_only, prompt, num_tokens=10, end_id=end))
+    stopped = np.asarray(decoding.generate_greedy(decoder_only, prompt, num_tokens=10, end_id=end, cache=cache))
     for before, after in zip(free, stopped, strict=True):
         hits = np.flatnonzero(before[3:] == end)
         cut = 3 + hits[0] if hits.size else len(before)
@@ -98,6 +105,28 @@ def test_sampling_is_a_function_of_its_key(decoder_only):
     np.testing.assert_array_equal(draw(3), draw(3))
     assert np.any(draw(3) != draw(4))
     np.testing.assert_array_equal(draw(3)[:, :3], prompt)
+
+
+def test_a_text_of_which_all_rows_have_ended_is_filled_with_the_end(decoder_only):
+    prompt = random_ids(0, (1, 3))
+    free = np.asarray(decoding.generate_greedy(decoder_only, prompt, num_tokens=10))
+    end = int(free[0, 5])
+    first = 3 + int(np.flatnonzero(free[0, 3:] == end)[0])
+    stopped = np.asarray(decoding.generate_greedy(decoder_only, prompt, num_tokens=10, end_id=end))
+    np.testing.assert_array_equal(stopped[0, : first + 1], free[0, : first + 1])
+    assert np.all(stopped[0, first:] == end)
+
+
+def test_samples_are_the_same_with_and_without_a_cache(decoder_only):
+    prompt = random_ids(0, (5, 3))
+    one, other = (
+        decoding.generate_sampled(
+            decoder_only, prompt, key=jax.random.key(3), num_tokens=10, temperature=3.0, top_k=7, cache=cache
+        )
+        for cache in ("on", "off")
+    )
+    np.testing.assert_array_equal(one, other)
+    assert len(np.unique(one[:, 3:])) > 5, "the samples are all alike; this test sees nothing"
 
 
 def test_the_likeliest_token_alone_is_greedy(decoder_only):
@@ -144,13 +173,41 @@ def translated(model, source, mask, start, length):
     return target
 
 
-def test_translation_is_the_document_s_loop(encoder_decoder):
+@with_and_without_cache
+def test_translation_is_the_document_s_loop(encoder_decoder, cache):
     source = random_ids(9, (7, 5), 11).at[1:5, 2:].set(0)  # with this seed the encoder's mask decides a token
     mask = ft.masks.padding_mask(source)
-    result = decoding.translate_greedy(encoder_decoder, source, mask, start_id=2, length=6)
+    result = decoding.translate_greedy(encoder_decoder, source, mask, start_id=2, length=6, cache=cache)
     assert result.dtype == jnp.int32
     np.testing.assert_array_equal(result, translated(encoder_decoder, source, mask, 2, 6))
     assert len(np.unique(result[:, 1:])) > 2, "the model says one thing whatever it reads; this test sees nothing"
+
+
+# The seeds are those whose untrained models repeat themselves least.
+@pytest.mark.parametrize(
+    ("preset", "batch", "seed"), [("encoder_decoder_document", 4, 39), ("encoder_decoder_small", 1, 27)]
+)
+def test_translations_are_the_same_with_and_without_a_cache(float64, preset, batch, seed):
+    model = build(PRESETS[preset](**DOUBLE), seed=seed)
+    source = random_ids(3, (batch, 7), 11).at[0, 3:].set(0).at[batch - 1, batch:].set(0)
+    mask = ft.masks.padding_mask(source)
+    one, other = (
+        np.asarray(decoding.translate_greedy(model, source, mask, start_id=2, length=17, cache=cache))
+        for cache in ("on", "off")
+    )
+    np.testing.assert_array_equal(one, other)
+    assert len(np.unique(one[:, 1:])) > 2, "the model says one thing whatever it reads; this test sees nothing"
+
+
+@pytest.mark.parametrize(("preset", "seed"), [("decoder_only_document", 24), ("gpt2_small", 16)])
+def test_texts_are_the_same_with_and_without_a_cache(float64, preset, seed):
+    model = build(PRESETS[preset](**DOUBLE), seed=seed)
+    prompt = random_ids(4, (4, 5))
+    one, other = (
+        np.asarray(decoding.generate_greedy(model, prompt, num_tokens=20, cache=cache)) for cache in ("on", "off")
+    )
+    np.testing.assert_array_equal(one, other)
+    assert len(np.unique(one[:, 5:])) > 2, "the model says one thing whatever it reads; this test sees nothing"
 
 
 def test_a_translation_of_length_one_is_its_start_token(encoder_decoder):
@@ -170,12 +227,30 @@ def test_an_ended_translation_is_filled_with_the_end(encoder_decoder):
     assert np.all(stopped[0, first:] == end)
 
 
-def test_a_second_text_of_the_same_shape_does_not_recompile(decoder_only):
-    decoding.generate_greedy(decoder_only, random_ids(0, (5, 3)), num_tokens=10)
-    loop: Any = decoding._extend
-    before = loop._cache_size()
-    decoding.generate_greedy(spread(decoder_only), random_ids(9, (5, 3)), num_tokens=10)
-    assert loop._cache_size() == before
+@with_and_without_cache
+def test_a_second_text_of_the_same_shape_does_not_recompile(decoder_only, encoder_decoder, cache):
+    def write(seed):
+        decoding.generate_greedy(spread(decoder_only), random_ids(seed, (5, 3)), num_tokens=10, cache=cache)
+        source = random_ids(seed, (7, 5), 11)
+        mask = ft.masks.padding_mask(source)
+        decoding.translate_greedy(spread(encoder_decoder), source, mask, start_id=seed, length=6, cache=cache)
+
+    loops: list[Any] = [decoding._extend, decoding._translate]
+    write(1)
+    before = [loop._cache_size() for loop in loops]
+    write(2)
+    assert [loop._cache_size() for loop in loops] == before
+
+
+def test_a_cache_that_is_neither_on_nor_off_is_refused(decoder_only, encoder_decoder):
+    wrong: Any = "maybe"
+    source = random_ids(8, (3, 5), 11)
+    with pytest.raises(ValueError, match="cache must be 'on' or 'off', got 'maybe'"):
+        decoding.generate_greedy(decoder_only, random_ids(0, (2, 3)), num_tokens=4, cache=wrong)
+    with pytest.raises(ValueError, match="cache must be 'on' or 'off', got 'maybe'"):
+        decoding.translate_greedy(
+            encoder_decoder, source, ft.masks.padding_mask(source), start_id=2, length=6, cache=wrong
+        )
 
 
 @pytest.mark.parametrize(
