@@ -21,7 +21,8 @@ BUSY = 1.0  # programs that want a processor before we do
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """Compare a train step of our models with PyTorch eager on the same models, on this machine's CPU.
+    """Compare a train step of our models with PyTorch eager on the same models, on this machine's CPU; in the rows called
+    decode, a greedy translation.
 
     PyTorch and JAX run in a process each and take turns, a few steps at a time. Both have the same weights, the same
     batch, float32, Adam, no dropout, equally many threads and the same allocator settings; losses and gradients are

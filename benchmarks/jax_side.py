@@ -11,8 +11,8 @@ import numpy as np
 from flax import nnx
 
 import flax_transformer as ft
-from benchmarks.rows import LEARNING_RATE, PAD_ID, Row, make_batch
-from flax_transformer import optimizers, training
+from benchmarks.rows import LEARNING_RATE, PAD_ID, START_ID, Row, make_batch
+from flax_transformer import decoding, optimizers, training
 from flax_transformer.dropout import DropoutSource
 from flax_transformer.losses import LossSums, cross_entropy
 
@@ -46,6 +46,33 @@ class Side:
         return float(self._metrics.grad_norm)
 
 
+class Translator:
+    """The same for decoding: a step is a whole translation, with a key/value cache."""
+
+    def __init__(self, row: Row, *, weights: Path, seed: int, threads: int) -> None:
+        del threads
+        config = ft.EncoderDecoderConfig.paper_base(
+            vocab_size=row.vocab_size,
+            max_length=max(row.length, row.source_length),
+            embedding_tying="none",
+            d_model=row.d_model,
+            d_ff=row.d_ff,
+            num_heads=row.num_heads,
+            num_layers=row.num_layers,
+        )
+        self._model = ft.EncoderDecoder(config, rngs=nnx.Rngs(0))
+        with np.load(weights) as state:
+            ft.weights.load_torch(self._model, dict(state))
+        self._source = jnp.asarray(make_batch(row, seed=seed).source)
+        self._mask = ft.masks.padding_mask(self._source, pad_id=PAD_ID)
+        self._length = row.length
+
+    def step(self) -> list[list[int]]:
+        """The ids of the translations."""
+        ids = decoding.translate_greedy(self._model, self._source, self._mask, start_id=START_ID, length=self._length)
+        return np.asarray(ids).tolist()
+
+
 def make_product(size: int, *, threads: int) -> Callable[[], jax.Array]:
     """A product of two square float32 matrices."""
     del threads
@@ -72,6 +99,7 @@ def _build(row: Row) -> nnx.Module:
                 source_vocab_size=row.vocab_size, target_vocab_size=row.vocab_size, **sizes, **layers, **none
             )
             return ft.EncoderDecoder(config, rngs=nnx.Rngs(0))
+    raise ValueError(f"{row.model} is not trained here")
 
 
 def _loss(model: Any, batch: Any, *, dropout: DropoutSource | None) -> LossSums:

@@ -27,6 +27,8 @@ TUNED_ALLOCATOR = {
 # One batch and one set of weights leave float32 rounding alone. After an update it is Adam's: it makes a step of full
 # size out of a gradient that is nothing but rounding.
 FIRST_LOSS, GRADIENT_NORM, LATER_LOSS = 1e-5, 1e-4, 1e-3
+# Rounding decides where two tokens are all but equally likely, and everything after them differs then.
+EQUAL_TRANSLATIONS = 0.8
 
 
 class WorkerProcess:
@@ -142,11 +144,15 @@ def measure_row(
 
 
 def require_alike(row: Row, *, torch: Mapping[str, Any], jax: Mapping[str, Any]) -> None:
-    """Compares the replies to `prepare`: equal first losses and gradients, and losses that stay together when trained.
+    """Compares the replies to `prepare`: equal first losses and gradients, and losses that stay together when trained; or
+    equal translations.
 
     Raises:
         ValueError: they differ, so that times would not be those of the same work.
     """
+    if row.model == "translation":
+        _require_equal_translations(row, torch["ids"], jax["ids"])
+        return
     pairs = [("gradient norm of step 1", torch["gradient_norm"], jax["gradient_norm"], GRADIENT_NORM)]
     for number, (theirs, ours) in enumerate(zip(torch["loss"], jax["loss"], strict=True), start=1):
         pairs.append((f"loss of step {number}", theirs, ours, FIRST_LOSS if number == 1 else LATER_LOSS))
@@ -159,6 +165,15 @@ def require_alike(row: Row, *, torch: Mapping[str, Any], jax: Mapping[str, Any])
         raise ValueError(
             f"{row.name}: the two sides do not compute the same, so their times say nothing: {'; '.join(wrong)}. Both must "
             "have the same weights, batch, loss and optimizer"
+        )
+
+
+def _require_equal_translations(row: Row, theirs: Sequence[Sequence[int]], ours: Sequence[Sequence[int]]) -> None:
+    equal = sum(one == other for one, other in zip(theirs, ours, strict=True))
+    if equal < EQUAL_TRANSLATIONS * len(theirs):
+        raise ValueError(
+            f"{row.name}: the two sides do not compute the same, so their times say nothing: {equal} of {len(theirs)} "
+            f"translations are equal, and {EQUAL_TRANSLATIONS:.0%} should be. Both must have the same weights and sources"
         )
 
 

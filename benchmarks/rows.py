@@ -1,7 +1,7 @@
 """What is measured: models, their sizes and their batches. Imports neither framework."""
 
 import dataclasses
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -9,7 +9,18 @@ PAD_ID = 0
 LEARNING_RATE = 1e-3  # of Adam, with the betas and the eps that both frameworks have by default
 
 
-RowName = Literal["gpt", "encoder-decoder", "encoder-decoder-base", "decoder-only", "decoder-only-batch-64"]
+START_ID = 1  # of every translation
+
+RowName = Literal[
+    "gpt",
+    "encoder-decoder",
+    "encoder-decoder-base",
+    "decoder-only",
+    "decoder-only-batch-64",
+    "decode-1",
+    "decode-32",
+    "decode-1-recompute",
+]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -17,12 +28,14 @@ class Row:
     """One comparison.
 
     Attributes:
-        model: gpt: GPT-2's architecture; the other two are the documents' models as written.
-        batch_size, length, source_length: B, T and, for the encoder-decoder, S.
+        model: gpt: GPT-2's architecture; encoder-decoder, decoder-only: the documents' models as written; translation: the
+            paper's encoder-decoder, whose step is a whole greedy translation instead of a train step.
+        batch_size, length, source_length: B, T and, with an encoder, S.
+        reference_cache: of a translation: whether PyTorch has a key/value cache too.
     """
 
     name: RowName
-    model: Literal["gpt", "encoder-decoder", "decoder-only"]
+    model: Literal["gpt", "encoder-decoder", "decoder-only", "translation"]
     batch_size: int
     length: int
     source_length: int = 0
@@ -31,6 +44,7 @@ class Row:
     d_ff: int
     num_heads: int
     num_layers: int
+    reference_cache: Literal["on", "off"] = "on"
 
     def __str__(self) -> str:
         source = f"{self.source_length} + " if self.source_length else ""
@@ -45,6 +59,7 @@ class Row:
         return dataclasses.replace(self, **sizes, source_length=min(self.source_length, 5))
 
 
+_PAPER_BASE: dict[str, Any] = dict(vocab_size=8192, d_model=512, d_ff=2048, num_heads=8, num_layers=6)
 ROWS: dict[RowName, Row] = {
     row.name: row
     for row in (
@@ -68,6 +83,12 @@ ROWS: dict[RowName, Row] = {
             name="decoder-only-batch-64", model="decoder-only", batch_size=64, length=16,
             vocab_size=199_854, d_model=64, d_ff=256, num_heads=4, num_layers=1,
         ),
+        Row(name="decode-1", model="translation", batch_size=1, length=128, source_length=64, **_PAPER_BASE),
+        Row(name="decode-32", model="translation", batch_size=32, length=128, source_length=64, **_PAPER_BASE),
+        Row(
+            name="decode-1-recompute", model="translation", batch_size=1, length=128, source_length=64,
+            reference_cache="off", **_PAPER_BASE,
+        ),
     )
 }  # fmt: skip
 DEFAULT_ROWS: tuple[RowName, ...] = ("gpt", "encoder-decoder", "decoder-only")
@@ -90,7 +111,7 @@ def make_batch(row: Row, *, seed: int) -> Arrays:
 
     def ids(length: int) -> np.ndarray:
         drawn = random.integers(1, row.vocab_size, (row.batch_size, length), dtype=np.int32)
-        if row.model == "encoder-decoder":
+        if row.model in ("encoder-decoder", "translation"):
             lengths = random.integers(length // 2, length + 1, (row.batch_size, 1))
             drawn[np.arange(length) >= lengths] = PAD_ID
         return drawn

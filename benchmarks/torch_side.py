@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
-from benchmarks.rows import LEARNING_RATE, PAD_ID, Row, make_batch
+from benchmarks import torch_translation
+from benchmarks.rows import LEARNING_RATE, PAD_ID, START_ID, Row, make_batch
 from benchmarks.torch_gpt import GPT
 from torch_reference import decoder_only, encoder_decoder
 
@@ -38,6 +39,29 @@ class Side:
     def gradient_norm(self) -> float:
         """Of the latest step."""
         return nn.utils.get_total_norm([p.grad for p in self._module.parameters() if p.grad is not None]).item()
+
+
+class Translator:
+    """The same for decoding: a step is a whole translation."""
+
+    def __init__(self, row: Row, *, weights: Path, seed: int, threads: int) -> None:
+        torch.set_num_threads(threads)
+        torch.manual_seed(seed)
+        table = encoder_decoder.PositionalEncoding(row.d_model, 0.0, max(row.length, row.source_length)).pe[0]
+        self._module = torch_translation.Translator(
+            vocab_size=row.vocab_size, table=table, d_ff=row.d_ff, num_heads=row.num_heads, num_layers=row.num_layers
+        ).eval()
+        arrays: dict[str, Any] = {name: tensor.numpy() for name, tensor in self._module.document_state().items()}
+        np.savez(weights, **arrays)
+        self._source = torch.from_numpy(make_batch(row, seed=seed).source).long()
+        self._mask = (self._source != PAD_ID)[:, None, None, :]
+        self._row = row
+
+    def step(self) -> list[list[int]]:
+        """The ids of the translations."""
+        return self._module.translate(
+            self._source, self._mask, start_id=START_ID, length=self._row.length, cache=self._row.reference_cache
+        ).tolist()
 
 
 def make_product(size: int, *, threads: int) -> Callable[[], torch.Tensor]:
@@ -78,6 +102,7 @@ def _build(row: Row, *, seed: int) -> tuple[nn.Module, Callable[[], torch.Tensor
                 return _cross_entropy(transformer.generator.proj(features), labels)
 
             return transformer, pair_loss
+    raise ValueError(f"{row.model} is not trained here")
 
 
 def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

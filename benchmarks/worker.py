@@ -3,6 +3,7 @@
 A request is a line of JSON on standard input, its reply a line of JSON on standard output:
 
     {"do": "prepare", "row": {...}, "weights": PATH, "seed": 0}  ->  {"loss": [3 of them], "gradient_norm": of the first}
+                                                                     or, of a row that translates, {"ids": [B, length]}
     {"do": "prepare_product", "size": 1024}                     ->  {}
     {"do": "turn", "steps": 5}                                  ->  {"seconds": [5 of them]}
     {"do": "memory"}                                            ->  {"imported": bytes, "peak": bytes}
@@ -52,8 +53,11 @@ class Worker:
 
     def prepare(self, *, row: dict[str, Any], weights: str, seed: int) -> dict[str, Any]:
         """Builds the model and takes a few steps: JAX compiles, and what is compared is known to be the same."""
-        side: Side = self._module.Side(Row(**row), weights=Path(weights), seed=seed, threads=self._threads)
-        evidence = first_steps(side)
+        wanted = Row(**row)
+        translates = wanted.model == "translation"
+        make = self._module.Translator if translates else self._module.Side
+        side = make(wanted, weights=Path(weights), seed=seed, threads=self._threads)
+        evidence = {"ids": side.step()} if translates else first_steps(side)
         self._step = side.step
         memory.reset_peak()
         return evidence

@@ -90,6 +90,28 @@ def test_a_gradient_that_differs_is_named():
 
 
 @needs_torch
+@pytest.mark.parametrize("name", ["decode-1", "decode-1-recompute"])
+def test_both_sides_of_a_row_write_the_same_translations(tmp_path, name):
+    import torch
+
+    from benchmarks import jax_side, torch_side
+
+    row, file, threads = ROWS[name].quick(), tmp_path / "weights.npz", torch.get_num_threads()
+    theirs = torch_side.Translator(row, weights=file, seed=0, threads=1).step()
+    ours = jax_side.Translator(row, weights=file, seed=0, threads=1).step()
+    torch.set_num_threads(threads)
+    require_alike(row, torch={"ids": theirs}, jax={"ids": ours})
+    assert np.shape(ours) == (row.batch_size, row.length)
+    assert len(set(np.ravel(ours))) > 3, "the model says one thing whatever it reads; this test sees nothing"
+
+
+def test_translations_that_differ_are_noticed():
+    theirs, ours = [[1, 5, 7]] * 4, [[1, 5, 7]] * 3 + [[1, 5, 8]]
+    with pytest.raises(ValueError, match="3 of 4 translations are equal, and 80% should be"):
+        require_alike(ROWS["decode-32"], torch={"ids": theirs}, jax={"ids": ours})
+
+
+@needs_torch
 def test_the_quick_command_runs_end_to_end(capfd):
     assert main(["--quick", "--rows", "decoder-only", "--threads", "1"]) == 0
     lines = capfd.readouterr().out.splitlines()
