@@ -6,7 +6,8 @@ python train.py encoder-decoder                   a small translator, from old t
 python train.py decoder-only --help               every option
 """
 
-import argparse
+import collections
+import contextlib
 import dataclasses
 import math
 import shlex
@@ -18,17 +19,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import tyro
 
 from flax_transformer import parallel, training
-from flax_transformer.checkpoint import Checkpoints, RunDirectory, write_json
+from flax_transformer.checkpoint import Checkpoints, RunDirectory, write_json, writing
 from flax_transformer.commands import runs
+from flax_transformer.commands.command_line import parse
 from flax_transformer.commands.decoder_only_job import prepare_decoder_only
 from flax_transformer.commands.encoder_decoder_job import prepare_encoder_decoder
 from flax_transformer.commands.jobs import Job, count_labels
-from flax_transformer.commands.processes import anywhere, from_main_process, together
+from flax_transformer.commands.processes import Agreement, from_main_process, together
 from flax_transformer.commands.progress import Display, Pace, Report, StopSignal, display
-from flax_transformer.commands.train_options import COMMANDS, DecoderOnlyOptions, Options, as_arguments
+from flax_transformer.commands.records import UNWRITABLE, Records
+from flax_transformer.commands.tensorboard import require_tensorboard
+from flax_transformer.commands.train_options import DecoderOnlyOptions, Options
 from flax_transformer.losses import LossSums
 
 
@@ -45,9 +48,11 @@ class Run:
 
 def prepare(options: Options) -> tuple[Job, parallel.Layout]:
     """Reads the data and resolves every option. Builds no model and writes nothing."""
-    layout = parallel.layout(options.devices.parallel)
+    layout = parallel.layout(options.device.parallel)
     job = prepare_decoder_only(options) if isinstance(options, DecoderOnlyOptions) else prepare_encoder_decoder(options)
     layout.check_batch_size(job.recipe.batch_size)
+    if options.run.tensorboard and parallel.is_main_process():
+        require_tensorboard()
     return job, layout
 
 
@@ -67,12 +72,13 @@ def begin(run: Run) -> tuple[training.ModelStructure, training.TrainState, list[
 
 
 def execute(run: Run, structure: training.ModelStructure, state: training.TrainState, notices: Sequence[str]) -> int:
-    """Trains, validates, saves, samples. Returns the exit status."""
+    """Trains, validates, saves, samples. Returns the exit status.
+
+    Raises:
+        OSError: the directory of the run cannot be written any more; here or in another process.
+    """
     job, main, first = run.job, parallel.is_main_process(), int(state.step)
-    if main:
-        write_json(run.directory.config, job.record)
-        job.tokenizer.save(run.directory.tokenizer)
-        runs.write_provenance(run.directory, record=job.record, step=first, arguments=run.arguments)
+    together(lambda: describe(run, first) if main else None)
     with display(job.recipe.steps, process_index=jax.process_index()) as shown, StopSignal() as stop:
         for line in (*job.title, *notices):
             shown.say(line)
@@ -84,15 +90,23 @@ def execute(run: Run, structure: training.ModelStructure, state: training.TrainS
             shown.say(f"resumed after step {first}" if first else "nothing to resume; beginning at step 0")
         trained = train(run, structure, state, shown, stop)
     if trained.validation_loss is None:
-        number = stop.received or signal.SIGTERM  # which another process received
         if main:
-            step = int(trained.state.step)
-            print(f"stopped by {number.name}; step {step} is saved in {run.directory.root}\n{_how_to_resume(run)}")
-        return 128 + number
-    if main:
-        finish(run, structure, trained.state, trained.validation_loss)
-    together(lambda: None)  # a process that ended before the others would be missed
+            step, number = int(trained.state.step), signal.Signals(trained.status - 128)
+            print(
+                f"stopped by {number.name}; step {step} is saved in {run.directory.root}\nto resume: {_resuming(run)}"
+            )
+        return trained.status
+    validation_loss = trained.validation_loss
+    together(lambda: finish(run, structure, trained.state, validation_loss) if main else None)
     return 0
+
+
+def describe(run: Run, first: int) -> None:
+    """Writes what the run is, and what it is run with."""
+    write_json(run.directory.config, run.job.record)
+    with writing(run.directory.tokenizer):
+        run.job.tokenizer.save(run.directory.tokenizer)
+    runs.write_provenance(run.directory, record=run.job.record, step=first, arguments=run.arguments)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,57 +116,83 @@ class Trained:
     Attributes:
         state: on the host.
         validation_loss: after the last step; None: the run was stopped before it.
+        status: the exit status, if it was stopped.
     """
 
     state: training.TrainState
     validation_loss: float | None
+    status: int = 0
 
 
 def train(
     run: Run, structure: training.ModelStructure, state: training.TrainState, shown: Display, stop: StopSignal
 ) -> Trained:
-    """Takes the steps that are left. The host waits for the device only where a step is logged, or saved."""
-    job, layout, total, main = run.job, run.layout, run.job.recipe.steps, parallel.is_main_process()
+    """Takes the steps that are left.
+
+    The host waits for the device where a step is logged, or saved; elsewhere it is at most two steps ahead, so that
+    a signal does not find a queue of steps which all have to end first.
+
+    Raises:
+        OSError: the directory of the run cannot be written any more; here or in another process.
+    """
+    job, layout, total = run.job, run.layout, run.job.recipe.steps
     take_step = layout.compile_train_step(structure, job.loss, job.optimizer)
     evaluate = layout.compile_eval_step(structure, job.validation_loss)
     first, validation = int(state.step), None
-    best = runs.best_validation_loss(runs.rewind_metrics(run.directory, first)) if main else math.inf
     state, pace = layout.place_state(state), Pace(first, total)
+    agreement, status, ahead = Agreement(), 0, collections.deque()
 
     def validate() -> float:
         sums = [jax.device_get(evaluate(state, layout.place_batch(batch))) for batch in job.validation()]
         return float(LossSums(*(jnp.asarray(sum(part)) for part in zip(*sums, strict=True))).mean)
 
-    with Checkpoints(run.directory.checkpoints, keep=run.options.run.keep, saving="asynchronous") as checkpoints:
+    with together(lambda: open_records(run, first)) as records:
+        best = records.best_validation_loss if records else math.inf
+        if first < total:
+            shown.begin()
         for number in range(first + 1, total + 1):
             batch = job.batch(number - 1)
             state, metrics = take_step(state, layout.place_batch(batch))
             pace.took(number, count_labels(batch), metrics)
+            ahead.append(metrics)
+            if len(ahead) > 2:
+                jax.block_until_ready(ahead.popleft())
 
             validated = number % job.validate_every == 0 or number == total
             validation = None
             logged = validated or number == 1 or number % run.options.run.log_every == 0
-            if logged:
+            if logged or pace.is_overdue():
                 loss, grad_norm, _ = (float(value) for value in jax.device_get(metrics))
                 speed, left = pace.measure()
                 validation = validate() if validated else None
                 report = Report(
                     number, loss, float(job.schedule(jnp.asarray(number - 1))), grad_norm, speed, left, validation
                 )
-                if main:
-                    runs.append_metrics(run.directory, report.as_metrics())
+                if records and logged:
+                    records.append(report.as_metrics())
                 shown.show(report)
                 pace.go_on()
 
-            # Several processes must stop at one step, and to ask them all is to wait for all.
-            stopped = (logged or jax.process_count() == 1) and anywhere(stop.received is not None)
+            status = agreement.largest((records.status if records else 0) or stop.status)
             is_best = validation is not None and validation < best
             best = best if validation is None else min(best, validation)
-            if main and (is_best or stopped or number % job.save_every == 0 or number == total):
-                checkpoints.save(number, layout.unplace_state(state), validation_loss=validation)
-            if stopped and number < total:
-                return Trained(layout.unplace_state(state), None)
-    return Trained(layout.unplace_state(state), validation if first < total else validate())
+            if records and (is_best or status or number % job.save_every == 0 or number == total):
+                records.save(number, layout.unplace_state(state), validation_loss=validation)
+            if status:
+                break
+        together(records.close if records else lambda: None)
+    final = layout.unplace_state(state)
+    if status and int(final.step) < total:
+        return Trained(final, None, status)
+    return Trained(final, validation if first < total else validate())
+
+
+def open_records(run: Run, first: int) -> contextlib.AbstractContextManager[Records | None]:
+    """What is kept of the steps after `first`: by process 0, in which everything is written."""
+    if not parallel.is_main_process():
+        return contextlib.nullcontext()
+    keep, tensorboard = run.options.run.keep, run.options.run.tensorboard
+    return Records(run.directory, step=first, keep=keep, tensorboard=tensorboard)
 
 
 def finish(run: Run, structure: training.ModelStructure, state: training.TrainState, validation_loss: float) -> None:
@@ -164,22 +204,23 @@ def finish(run: Run, structure: training.ModelStructure, state: training.TrainSt
         run.directory.results,
         {"step": int(state.step), "validation_loss": validation_loss, "unigram_loss": job.baseline},
     )
+    print(f"validation loss {validation_loss:.3f} nats per token; unigram baseline {job.baseline:.3f}", flush=True)
     model = structure.merge(*jax.device_put((state.parameters, state.buffers)))
     sample = job.write_sample(model)
-    (root / job.sample_file).write_text(sample + "\n", encoding="utf-8")
-    try:
-        pictures.loss_curve(run.directory.metrics, root / "loss.png", baseline=job.baseline)
-        if run.options.run.attention_maps == "sample":
-            job.draw_attention(model, root)
-    except ValueError as error:  # a run that has diverged
-        print(f"no picture: {error}")
-    print(f"validation loss {validation_loss:.3f} nats per token; unigram baseline {job.baseline:.3f}")
+    with writing(root):
+        (root / job.sample_file).write_text(sample + "\n", encoding="utf-8")
+        try:
+            pictures.loss_curve(run.directory.metrics, root / "loss.png", baseline=job.baseline)
+            if run.options.run.attention_maps == "sample":
+                job.draw_attention(model, root)
+        except ValueError as error:  # a run that has diverged
+            print(f"no picture: {error}")
     print(f"saved in {root}")
     print(f"\n{sample}" if sample else "", end="\n" if sample else "")
 
 
-def _how_to_resume(run: Run) -> str:
-    return f"to resume: python train.py {run.job.name} --output {shlex.quote(str(run.directory.root))} --resume"
+def _resuming(run: Run) -> str:
+    return f"python train.py {run.job.name} --output {shlex.quote(str(run.directory.root))} --resume"
 
 
 def _in_words(devices: Sequence[Any]) -> str:
@@ -187,53 +228,50 @@ def _in_words(devices: Sequence[Any]) -> str:
     return f"{len(devices)} {devices[0].device_kind} device{'s' if len(devices) > 1 else ''}{processes}"
 
 
-def parse(arguments: Sequence[str]) -> Options:
-    """The options of a command line, whose defaults are those of --config, and of a run to resume."""
-    arguments = list(arguments)
-    if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help")):
-        arguments.insert(0, "decoder-only")
-    name, *rest = arguments
-    marks = (tyro.conf.FlagCreatePairsOff,)
-    if name not in COMMANDS:
-        return tyro.extras.subcommand_cli_from_dict(
-            COMMANDS, prog="train.py", description=_DESCRIPTION, args=arguments, config=marks
-        )
-    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for option in ("--config", "--output"):
-        early.add_argument(option, nargs="?", type=Path)
-    early.add_argument("--resume", action="store_true")
-    known, _ = early.parse_known_args(rest)
-    sources = [known.config] if known.config else []
-    if known.resume and known.output and (saved := RunDirectory(known.output).config).exists():
-        sources.insert(0, saved)
-    defaults = [text for path in sources for text in as_arguments(runs.options_of(path, command=name))]
-    return tyro.cli(COMMANDS[name], prog=f"train.py {name}", args=[*defaults, *rest], config=marks)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit status: 0, 2 for a mistake of the user, 128 + n for signal n."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    """Runs the command and returns its exit status, whose meanings `python train.py --help` tells."""
     try:
         try:
-            options = parse(arguments)
-            devices = options.devices
-            parallel.initialise_distributed(
-                devices.distributed,
-                coordinator=devices.coordinator,
-                num_processes=devices.num_processes,
-                process_id=devices.process_id,
-            )
-            job, layout = together(lambda: prepare(options))
-            directory = together(lambda: claim(options, job))
-            run = Run(job, options, directory, layout, arguments)
-            structure, state, notices = begin(run)
-        except ValueError as error:
-            print(f"train.py: {' '.join(str(error).split())}", file=sys.stderr)
-            return 2
-        return execute(run, structure, state, notices)
+            run = set_up(list(sys.argv[1:] if arguments is None else arguments))
+            begun = begin(run)
+        except (ValueError, OSError) as error:
+            return _fail(error, status=2)
+        try:
+            return execute(run, *begun)
+        except OSError as error:  # without a name it is another process's, which says more
+            return _fail(error if error.filename is None else _unwritable(error, run), status=UNWRITABLE)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return _fail(f"{error} Give a smaller --batch-size, shorter sequences or a smaller model.", status=1)
     except KeyboardInterrupt:  # outside the training loop, or the second one within it
-        print("train.py: interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
+        return _fail("interrupted", status=128 + signal.SIGINT)
+
+
+def set_up(arguments: Sequence[str]) -> Run:
+    """From the command line to all that is known before a model is built. Joins the other processes, if there are any."""
+    options = parse(arguments)
+    device = options.device
+    parallel.initialise_distributed(
+        device.distributed,
+        coordinator=device.coordinator,
+        num_processes=device.num_processes,
+        process_id=device.process_id,
+    )
+    job, layout = together(lambda: prepare(options))
+    return Run(job, options, together(lambda: claim(options, job)), layout, arguments)
+
+
+def _unwritable(error: OSError, run: Run) -> str:
+    return (
+        f"{error.filename} cannot be written ({error.strerror}). What was saved before is whole. Make room on the disk, "
+        f"or get the permission back, and go on with: {_resuming(run)}"
+    )
+
+
+def _fail(problem: object, *, status: int) -> int:
+    print(f"train.py: {' '.join(str(problem).split())}", file=sys.stderr)
+    return status
 
 
 def claim(options: Options, job: Job) -> RunDirectory:
@@ -241,21 +279,6 @@ def claim(options: Options, job: Job) -> RunDirectory:
     if not parallel.is_main_process():
         return RunDirectory(options.run.output or Path("runs"))
     return runs.open_directory(options.run.output, job.record, resume=options.run.resume)
-
-
-_DESCRIPTION = """Train a Transformer in JAX/Flax.
-
-python train.py: a small GPT on a built-in English text, in minutes on a laptop.
-
-python train.py decoder-only --data my.txt: the same on your own text.
-
-python train.py encoder-decoder: a small translator, from the King James Version to modern English (extra `data`).
-
-python train.py encoder-decoder --pairs my.tsv: the same on your own pairs.
-
-python train.py decoder-only --help, python train.py encoder-decoder --help: every option.
-
-Without the name of a model, decoder-only is meant, and its options can follow at once: python train.py --steps 50"""
 
 
 if __name__ == "__main__":

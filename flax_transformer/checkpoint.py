@@ -7,18 +7,24 @@ A run is one directory:
     tokenizer.json    the vocabulary, which the ids of the model mean nothing without
     metrics.jsonl     one JSON object per logged step
     checkpoint/N/     the whole train state after N steps
+    tensorboard/      the same as metrics.jsonl, as TensorBoard reads it, if that was asked for
     results.json, and sample.txt or samples.txt, at the end: the losses, and what the trained model wrote
 
 A checkpoint is a flat table from names to arrays ("parameters/blocks.0.norm.scale"), whatever classes held them, so that
 it outlives a renamed class and a mismatch can be told by name.
 """
 
+import contextlib
 import dataclasses
+import errno
 import json
+import logging
 import math
 import os
+import re
+import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -46,6 +52,10 @@ class RunDirectory:
         return self.root / "metrics.jsonl"
 
     @property
+    def tensorboard(self) -> Path:
+        return self.root / "tensorboard"
+
+    @property
     def provenance(self) -> Path:
         return self.root / "provenance.json"
 
@@ -58,18 +68,39 @@ class RunDirectory:
         return self.root / "checkpoint"
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Writes `value` as JSON so that `path` holds either all of it or what it held before."""
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", text=True)
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Makes whatever the disk refuses inside an OSError with a number, its words, and `path` as its file name.
+
+    Neither a disk that is full nor tensorstore, which raises other types, says so by itself.
+    """
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(value, file, indent=2, ensure_ascii=False)
-            file.write("\n")
-        os.chmod(temporary, 0o644)  # mkstemp's own mode shuts everyone else out
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+        yield
+    except Exception as error:
+        told = re.search(r"os_error_code='(\d+)'", str(error))  # tensorstore's
+        number = error.errno if isinstance(error, OSError) else int(told[1]) if told else None
+        if number is None:
+            raise
+        raise OSError(number, os.strerror(number), str(path)) from error
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes `value` as JSON so that `path` holds either all of it or what it held before.
+
+    Raises:
+        OSError: it cannot be written; names `path`.
+    """
+    with writing(path):
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", text=True)
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                json.dump(value, file, indent=2, ensure_ascii=False)
+                file.write("\n")
+            os.chmod(temporary, 0o644)  # mkstemp's own mode shuts everyone else out
+            os.replace(temporary, path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
 
 
 def read_json(path: Path) -> Any:
@@ -119,10 +150,15 @@ class Checkpoints:
         self.close()
 
     def close(self) -> None:
-        """Waits for a save in progress."""
+        """Waits for a save in progress.
+
+        Raises:
+            OSError: that save could not be written; names the directory.
+        """
         if self._manager is not None:
-            self._manager.close()
-            self._manager = None
+            manager, self._manager = self._manager, None
+            with writing(self._directory):
+                manager.close()
 
     def latest_step(self) -> int | None:
         """The step of the newest complete checkpoint; None where there is none."""
@@ -141,16 +177,20 @@ class Checkpoints:
 
         Raises:
             ValueError: a checkpoint of this step exists.
+            OSError: it cannot be written, or with asynchronous saving the one before could not; names the directory.
         """
         if self._directory.is_dir() and step in self._open().all_steps():
             raise ValueError(
                 f"{self._directory} already holds a checkpoint of step {step}; save into another directory."
             )
+        with writing(self._directory):
+            _check_room(self._directory, state)
         known = validation_loss is not None and math.isfinite(validation_loss)
         metrics = {_VALIDATION_LOSS: validation_loss} if known else None
-        self._open().save(step, args=ocp.args.PyTreeSave(_by_name(state)), metrics=metrics, force=True)
-        if self._saving == "synchronous":
-            self._open().wait_until_finished()
+        with writing(self._directory):
+            self._open().save(step, args=ocp.args.PyTreeSave(_by_name(state)), metrics=metrics, force=True)
+            if self._saving == "synchronous":
+                self._open().wait_until_finished()
 
     def set_aside(self, step: int) -> Path:
         """Renames the checkpoint of a step, so that it is one no more; returns where it is."""
@@ -223,6 +263,16 @@ class Checkpoints:
             )
         return self._manager
 
+
+def _check_room(directory: Path, state: Any) -> None:
+    """Raises OSError if the disk has no room for a state. Found out while writing, it leaves half a checkpoint there."""
+    present = next(path for path in (directory, *directory.parents) if path.exists())
+    if shutil.disk_usage(present).free < sum(leaf.nbytes for leaf in jax.tree.leaves(state)):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+# What goes wrong in orbax is raised here; pages of it in the log as well would bury the one line that tells what to do.
+logging.getLogger("absl").addFilter(lambda record: "orbax" not in Path(record.pathname).parts)
 
 _VALIDATION_LOSS = "validation_loss"
 

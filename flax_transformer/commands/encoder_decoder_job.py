@@ -122,13 +122,14 @@ def _translations(
 ) -> str:
     """Ten held-out sentences, spread over all of them, beside their references and greedy translations."""
     rows = np.unique(np.linspace(0, len(pairs) - 1, _SAMPLES).round().astype(int))
-    source = jnp.asarray(pairs.source.padded(rows, length=length))
+    longest = int(pairs.source.lengths[rows].max())
+    source = jnp.asarray(pairs.source.padded(rows, length=longest))
     written = decoding.translate_greedy(
         model,
         source,
         masks.padding_mask(source),
         start_id=data.BEGIN_ID,
-        length=length,
+        length=min(length, 2 * longest + 8),  # a model that has not learned to end goes on and on
         end_id=data.END_ID,
     )
     return "\n\n".join(

@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column
 
+PATIENCE = 30.0  # seconds without a report
+
 
 @dataclasses.dataclass(frozen=True)
 class Report:
@@ -85,6 +87,10 @@ class Pace:
         speed = self._tokens / (now - self._mark) if self._tokens else None
         return speed, (self._total - self._number) * (now - self._began) / taken
 
+    def is_overdue(self) -> bool:
+        """Whether people have not seen a report for so long that they wonder."""
+        return time.perf_counter() - self._mark > PATIENCE
+
     def go_on(self) -> None:
         """The next report is measured from here on."""
         self._tokens, self._mark = 0, time.perf_counter()
@@ -99,6 +105,10 @@ class Display(abc.ABC):
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        return None
+
+    def begin(self) -> None:
+        """The first step is about to be compiled, which takes a while."""
         return None
 
     @abc.abstractmethod
@@ -124,6 +134,9 @@ class Lines(Display):
 
     def __init__(self, total_steps: int) -> None:
         self._total = total_steps
+
+    def begin(self) -> None:
+        self.say("compiling ...")
 
     def show(self, report: Report) -> None:
         self.say(f"step {report.step:>{len(str(self._total))}}/{self._total}  {report}")
@@ -175,6 +188,11 @@ class StopSignal:
         self.received: signal.Signals | None = None
         self._previous: dict[signal.Signals, Any] = {}
 
+    @property
+    def status(self) -> int:
+        """The exit status of a program that stops for the signal; 0 where there was none."""
+        return 0 if self.received is None else 128 + self.received
+
     def __enter__(self) -> Self:
         for number in (signal.SIGINT, signal.SIGTERM):
             self._previous[number] = signal.signal(number, self._receive)
@@ -188,4 +206,4 @@ class StopSignal:
         del frame
         self.received = signal.Signals(number)
         signal.signal(number, self._previous[self.received])
-        print("\nstopping after this step; once more to stop at once", file=sys.stderr, flush=True)
+        print("\nstopping after this step, to save it; once more to stop at once", file=sys.stderr, flush=True)

@@ -121,7 +121,8 @@ def _small(*, vocab_size: int, **options) -> EncoderDecoderConfig:
 
 
 # Chosen by measurement on 2 cores: the two named small, and the decoder-only document's. `gpt2-small` is what its
-# successors commonly use, the others follow the paper.
+# successors commonly use, the others follow the paper, each with the largest power of two for a batch with which a step
+# stays below 17 GiB in float32: as much as a GPU of 24 GiB, or a large laptop, has to give.
 DECODER_ONLY = {
     "small": DecoderOnlyPreset(
         "trains in minutes on 2 cores",
@@ -136,7 +137,7 @@ DECODER_ONLY = {
     "gpt2-small": DecoderOnlyPreset(
         "the size of GPT-2, for accelerators",
         DecoderOnlyConfig.gpt2_small,
-        TextRecipe(steps=2000, batch_size=8, context_length=1024, learning_rate=6e-4, vocabulary="compact"),
+        TextRecipe(steps=2000, batch_size=4, context_length=1024, learning_rate=6e-4, vocabulary="compact"),
     ),
 }
 ENCODER_DECODER = {
@@ -155,14 +156,14 @@ ENCODER_DECODER = {
         "the paper's base model, for accelerators",
         EncoderDecoderConfig.paper_base,
         PairRecipe(
-            steps=100_000, batch_size=256, learning_rate=(512 * 4000) ** -0.5, warmup=4000 / 100_000, max_length=256
+            steps=100_000, batch_size=128, learning_rate=(512 * 4000) ** -0.5, warmup=4000 / 100_000, max_length=256
         ),
     ),
     "paper-big": EncoderDecoderPreset(
         "the paper's big model, for accelerators",
         EncoderDecoderConfig.paper_big,
         PairRecipe(
-            steps=300_000, batch_size=256, learning_rate=(1024 * 4000) ** -0.5, warmup=4000 / 300_000, max_length=256
+            steps=300_000, batch_size=64, learning_rate=(1024 * 4000) ** -0.5, warmup=4000 / 300_000, max_length=256
         ),
     ),
 }

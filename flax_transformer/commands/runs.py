@@ -4,7 +4,6 @@ import dataclasses
 import datetime
 import importlib.metadata
 import json
-import math
 import platform
 import shlex
 from collections.abc import Sequence
@@ -138,34 +137,6 @@ def options_of(path: Path, *, command: str) -> dict[str, Any]:
     if record.get("command") != command:
         raise ValueError(f"{path} is of command: saved {record.get('command')!r}, given {command!r}; name that command")
     return record["options"]
-
-
-def append_metrics(run: RunDirectory, entry: dict[str, Any]) -> None:
-    """Adds one JSON object as one line of `metrics.jsonl`."""
-    with run.metrics.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(entry) + "\n")
-
-
-def rewind_metrics(run: RunDirectory, step: int) -> list[dict[str, Any]]:
-    """Takes the lines after `step` out of `metrics.jsonl`, since those steps will be taken again; returns the others."""
-    kept = []
-    for line in run.metrics.read_text(encoding="utf-8").splitlines() if run.metrics.exists() else []:
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            break  # half a line, at whose end the run was killed
-        if entry["step"] > step:
-            break
-        kept.append(entry)
-    temporary = run.metrics.with_suffix(".tmp")
-    temporary.write_text("".join(json.dumps(entry) + "\n" for entry in kept), encoding="utf-8")
-    temporary.replace(run.metrics)
-    return kept
-
-
-def best_validation_loss(metrics: list[dict[str, Any]]) -> float:
-    """The least of a run so far; infinite where nothing was validated."""
-    return min((entry.get("validation_loss", math.inf) for entry in metrics), default=math.inf)
 
 
 def restore_newest(checkpoints: Checkpoints, like: Any) -> tuple[Any, list[str]]:

@@ -13,8 +13,9 @@ from flax_transformer.parallel import Kind
 from flax_transformer.tokenizer import Vocabulary
 
 
-def _option(metavar: str, default: str) -> Any:
-    return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {default})")
+def _option(metavar: str | None, default: str, text: str | None = None) -> Any:
+    """How an option is shown. Its text is given here if it takes more than the one line of a docstring that tyro keeps."""
+    return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {default})", help=text)
 
 
 _PRESETS_OWN = "the preset's"
@@ -46,39 +47,68 @@ class TrainingOptions:
     """Sequences, or pairs, in a batch: all devices together, which share them equally."""
     learning_rate: _Number = None
     """The highest of the learning rates."""
-    schedule: Annotated[ScheduleName | None, _option("{cosine,noam,constant}", _PRESETS_OWN)] = None
-    """After a linear warmup, `cosine`: half a cosine down to a tenth; `noam`: a fall with the square root of the step, as
-    in the paper, whose own highest rate is 1 / sqrt(width * warmup steps). `constant`: no warmup and no fall."""
+    schedule: Annotated[
+        ScheduleName | None,
+        _option(
+            "{cosine,noam,constant}",
+            _PRESETS_OWN,
+            "How the learning rate goes. After a linear warmup, cosine: half a cosine down to a tenth; noam: a fall with "
+            "the square root of the step, as in the paper, whose own highest rate is 1 / sqrt(width * warmup steps); "
+            "constant: no warmup and no fall.",
+        ),
+    ] = None
     warmup: _Number = None
     """Share of the steps that the warmup takes, in [0, 1)."""
-    seed: int = 0
+    seed: Annotated[int, _option("N", "0")] = 0
     """Decides the first weights, the batches, dropout and the written text: equal seeds, equal runs."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunOptions:
     """Where the run is kept, and how often. The directory holds config.json (every setting, resolved), provenance.json
-    (versions, devices, digests of the data), tokenizer.json, metrics.jsonl (one JSON object a logged step), checkpoint/
-    and at the end results.json, a picture of the loss and what the model wrote."""
+    with versions, devices and digests of the data, tokenizer.json, metrics.jsonl with one JSON object a logged step,
+    checkpoint/ and at the end results.json, a picture of the loss and what the model wrote."""
 
     config: Annotated[Path | None, _option("FILE", "none")] = None
     """Another run's config.json: its options are the defaults of this command line."""
     output: Annotated[Path | None, _option("DIR", "runs/MODEL, or a fresh one beside it")] = None
     """Where the run is kept. A directory that holds something already is refused, unless it is to be resumed."""
-    resume: bool = False
-    """Continue the run in --output from its last checkpoint, with its own options, exactly as if it had never stopped. If
-    the directory is missing or empty, the run begins there: so one command line serves for every attempt."""
-    log_every: int = 20
+    resume: Annotated[
+        bool,
+        _option(
+            None,
+            "a fresh run",
+            "Continue the run in --output from its last checkpoint, with its own options, exactly as if it had never "
+            "stopped. If the directory is missing or empty, the run begins there: so one command line serves for every "
+            "attempt.",
+        ),
+    ] = False
+    log_every: Annotated[int, _option("N", "20")] = 20
     """Steps between two reports."""
     validate_every: Annotated[int | None, _option("N", "a fifth of the steps")] = None
     """Steps between two validations. The last step is always validated."""
-    save_every: Annotated[int | None, _option("N", "a fifth of the steps")] = None
-    """Steps between two checkpoints. The best step so far, the last one, and the one at which Ctrl-C or SIGTERM stops the
-    run are always saved."""
-    keep: int = 3
+    save_every: Annotated[
+        int | None,
+        _option(
+            "N",
+            "a fifth of the steps",
+            "Steps between two checkpoints. The best step so far, the last one, and the one at which Ctrl-C or SIGTERM "
+            "stops the run are always saved.",
+        ),
+    ] = None
+    keep: Annotated[int, _option("N", "3")] = 3
     """How many of the last checkpoints are kept, beside the one with the least validation loss."""
+    tensorboard: Annotated[
+        bool,
+        _option(
+            None,
+            "no",
+            "Write the numbers of metrics.jsonl for TensorBoard as well, to the directory tensorboard in --output (extra "
+            "`tensorboard`). To look at them: pip install tensorboard; tensorboard --logdir runs",
+        ),
+    ] = False
     attention_maps: Literal["none", "sample"] = "none"
-    """`sample`: at the end, draw the attention of every layer and head on one held-out example, tokens on the axes."""
+    """sample: at the end, draw the attention of every layer and head on one held-out example, tokens on the axes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,9 +117,15 @@ class DeviceOptions:
     processes, start the same command line in each, with --distributed auto where a TPU pod, SLURM, Open MPI or Kubernetes
     tells them of each other, or else with the last three options. Process 0 alone prints and writes."""
 
-    parallel: Kind = "jit"
-    """`jit`: one program, which the compiler splits; `pmap`: one program per device. Both take the same steps, up to the
-    order in which numbers are added."""
+    parallel: Annotated[
+        Kind,
+        _option(
+            None,
+            "jit",
+            "jit: one program, which the compiler splits; pmap: one program per device. Both take the same steps, up to "
+            "the order in which numbers are added.",
+        ),
+    ] = "jit"
     distributed: Literal["off", "auto"] = "off"
     """Whether to look for other processes in the surroundings."""
     coordinator: Annotated[str | None, _option("HOST:PORT", "none")] = None
@@ -126,17 +162,17 @@ class DecoderOnlyOptions:
     data: Annotated[Path | None, _option("FILE", "the help pages of Python itself, pydoc_data.topics")] = None
     """The text to train on, UTF-8."""
     vocabulary: Annotated[Vocabulary | None, _option("{compact,full}", _PRESETS_OWN)] = None
-    """Of o200k_base, `compact`: the tokens that occur in the text; `full`: all up to the largest that occurs."""
+    """Of o200k_base, compact: the tokens that occur in the text; full: all up to the largest that occurs."""
     context_length: _Count = None
     """Tokens in a sequence: how far back the model can look."""
     prompt: Annotated[str | None, _option("TEXT", "the beginning of the validation text")] = None
     """What the trained model is to continue."""
-    generate_tokens: int = 100
+    generate_tokens: Annotated[int, _option("N", "100")] = 100
     """How many tokens it is to write; 0: none."""
     model: tyro.conf.OmitArgPrefixes[ModelOptions] = ModelOptions()
     training: tyro.conf.OmitArgPrefixes[TrainingOptions] = TrainingOptions()
     run: tyro.conf.OmitArgPrefixes[RunOptions] = RunOptions()
-    devices: tyro.conf.OmitArgPrefixes[DeviceOptions] = DeviceOptions()
+    device: tyro.conf.OmitArgPrefixes[DeviceOptions] = DeviceOptions()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -167,15 +203,21 @@ class EncoderDecoderOptions:
     """Their translations: line i of this file translates line i of the other."""
     pairs: Annotated[Path | None, _option("FILE.tsv", "none")] = None
     """Instead of two files: lines of a sentence, one tab, its translation."""
-    bad_pairs: BadPairs = "refuse"
-    """What to do about empty sides, wrong columns, files of unequal length, bytes that are not UTF-8 and enormous lines.
-    Either way they are counted and shown with their line numbers."""
+    bad_pairs: Annotated[
+        BadPairs,
+        _option(
+            None,
+            "refuse",
+            "What to do about empty sides, wrong columns, files of unequal length, bytes that are not UTF-8 and enormous "
+            "lines. Either way they are counted and shown with their line numbers.",
+        ),
+    ] = "refuse"
     max_length: _Count = None
     """The longest sentence in tokens, its end included. Longer pairs are counted and left out, never cut."""
     model: tyro.conf.OmitArgPrefixes[ModelOptions] = ModelOptions()
     training: tyro.conf.OmitArgPrefixes[TrainingOptions] = TrainingOptions()
     run: tyro.conf.OmitArgPrefixes[RunOptions] = RunOptions()
-    devices: tyro.conf.OmitArgPrefixes[DeviceOptions] = DeviceOptions()
+    device: tyro.conf.OmitArgPrefixes[DeviceOptions] = DeviceOptions()
 
 
 Options = DecoderOnlyOptions | EncoderDecoderOptions
@@ -215,4 +257,11 @@ def as_record(options: Options, resolved: dict[str, Any]) -> dict[str, Any]:
 
 def as_arguments(record: dict[str, Any]) -> list[str]:
     """The command line that says what `as_record` kept."""
-    return [f"--{name.replace('_', '-')}={value}" for name, value in record.items() if value is not None]
+    words = []
+    for name, value in record.items():
+        option = f"--{name.replace('_', '-')}"
+        if isinstance(value, bool):
+            words += [option] * value
+        elif value is not None:
+            words.append(f"{option}={value}")
+    return words

@@ -40,6 +40,7 @@ PARITY_OWNERS = {
 OWNERS = {
     "matplotlib": ["pictures.py"],
     "orbax": ["checkpoint.py"],
+    "tensorboardX": ["commands/tensorboard.py"],
     "tiktoken": ["tokenizer.py"],
     "torch": ["parity/torch_recorder.py", "weights/torch_files.py"],
 }
