@@ -189,7 +189,9 @@ class EncoderDecoderConfig(TransformerConfig):
         """``make_standard_transformer`` of the encoder-decoder document, as written: shared layers, a norm before and
         after each sublayer, an unbiased standard deviation, attention dropout 0.1 whatever ``dropout`` is.
 
-        ``options`` are further fields, such as ``param_dtype`` or ``max_length``.
+        ``options`` are further fields, such as ``param_dtype`` or ``max_length``. The document drops activations at the
+        rate ``dropout`` too, which is the field ``activation_dropout``: ``dataclasses.replace(config, dropout=0.2)``
+        changes the former alone, so give both there, or call this again.
         """
         quirks = dict(
             max_length=5000,

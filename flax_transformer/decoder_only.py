@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 from flax_transformer.attention import MultiHeadAttention
 from flax_transformer.cache import Cache, KeysAndValues, Step, empty_texts, require_room
 from flax_transformer.config import DecoderOnlyConfig
-from flax_transformer.dropout import DropoutSource
+from flax_transformer.dropout import DropoutSource, require_source
 from flax_transformer.inputs import require_config, require_token_ids
 from flax_transformer.layers import Embedding, FeedForward, OutputProjection, Positions, Residual, final_norm
 from flax_transformer.masks import causal_mask, combine_masks, require_mask
@@ -77,8 +77,8 @@ class DecoderOnly(nnx.Module):
             mask: which positions may be attended to besides the causal mask, as ``masks.padding_mask(ids)``.
             dropout: a source of dropout masks, as ``dropout.RandomDropout(keys)``; None is deterministic.
         Raises:
-            ValueError: ids not integers of two axes, longer than ``max_length``, a mask of another dtype or shape, and
-                with ``check_ids="on"`` ids outside the vocabulary.
+            ValueError: ids not integers of two axes, longer than ``max_length``, a mask of another dtype or shape, a
+                ``dropout`` that is no source, and with ``check_ids="on"`` ids outside the vocabulary.
         """
         return self.logits(self.features(ids, mask, dropout=dropout))
 
@@ -95,6 +95,7 @@ class DecoderOnly(nnx.Module):
         mask = require_mask(mask, (B, T, T), name="mask")
         causal = causal_mask(T)
         mask = causal if mask is None else combine_masks(causal, mask)
+        dropout = require_source(dropout)
         x = self.positions(self.embedding(ids), dropout)
         for block in self.blocks:
             x = block(x, mask, dropout)

@@ -7,6 +7,7 @@ that another framework drew.
 
 import abc
 from collections.abc import Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -90,6 +91,17 @@ class RecordedDropout(DropoutSource):
     def keep(self, shape: tuple[int, ...], rate: float) -> Bool[Array, "..."]:
         self.masks.append(self._source.keep(shape, rate))
         return self.masks[-1]
+
+
+def require_source(dropout: Any) -> DropoutSource | None:
+    """Raises ValueError if what a model's call is given as ``dropout`` is neither a source of masks nor None."""
+    if dropout is None or isinstance(dropout, DropoutSource):
+        return dropout
+    got = repr(dropout) if isinstance(dropout, int | float) else type(dropout).__name__
+    raise ValueError(
+        f"dropout= takes a source of masks, got {got}; pass RandomDropout("
+        "jax.random.split(key, batch_size)) to train, or None. The rate is a field of the model's configuration"
+    )
 
 
 class Dropout(nnx.Module):

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 from flax_transformer.attention import MultiHeadAttention
 from flax_transformer.cache import Cache, KeysAndValues, Step, empty_texts, require_room
 from flax_transformer.config import EncoderDecoderConfig
-from flax_transformer.dropout import DropoutSource
+from flax_transformer.dropout import DropoutSource, require_source
 from flax_transformer.inputs import require_config, require_token_ids
 from flax_transformer.layers import Embedding, FeedForward, OutputProjection, Positions, Residual, final_norm
 from flax_transformer.masks import require_mask
@@ -158,7 +158,8 @@ class EncoderDecoder(nnx.Module):
             dropout: a source of dropout masks, as ``dropout.RandomDropout(keys)``; None is deterministic.
         Raises:
             ValueError: ids not integers of two axes, a sequence longer than ``max_length``, different batches, a mask of
-                another dtype or shape, and with ``check_ids="on"`` ids outside the vocabulary.
+                another dtype or shape, a ``dropout`` that is no source, and with ``check_ids="on"`` ids outside the
+                vocabulary.
         """
         memory = self.encode(source, source_mask, dropout=dropout)
         return self.logits(self.decode(target, memory, source_mask, target_mask, dropout=dropout))
@@ -170,6 +171,7 @@ class EncoderDecoder(nnx.Module):
         source = require_token_ids(source, self.config.max_length, name="source")
         B, S = source.shape  # noqa: N806  (axis letters, see config.py)
         source_mask = require_mask(source_mask, (B, S, S), name="source_mask of encode")
+        dropout = require_source(dropout)
         x = self.source_positions(self.source_embedding(source), dropout)
         return self.encoder(x, source_mask, dropout)
 
@@ -192,6 +194,7 @@ class EncoderDecoder(nnx.Module):
             )
         source_mask = require_mask(source_mask, (B, T, memory.shape[1]), name="source_mask of decode")
         target_mask = require_mask(target_mask, (B, T, T), name="target_mask")
+        dropout = require_source(dropout)
         x = self.target_positions(self.target_embedding(target), dropout)
         return self.decoder(x, memory, source_mask, target_mask, dropout)
 

@@ -16,7 +16,7 @@ class Records(contextlib.AbstractContextManager):
     """Keeps what a run logs and saves. For process 0 alone.
 
     What cannot be written is not raised before `close`: the other processes have to be told first, which would otherwise
-    wait for this one.
+    wait for this one. After it nothing more is written, since a checkpoint of later steps would hide a hole in the curve.
 
     Attributes:
         best_validation_loss: the least before this launch; infinite where nothing was validated.
@@ -66,21 +66,23 @@ class Records(contextlib.AbstractContextManager):
             OSError: something could not be written, now or earlier; names it.
         """
         self._attempt(self._checkpoints.close)
-        if self._events is not None:
-            self._attempt(self._events.close)
         if self._problem is not None:
             raise self._problem
 
-    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
-        """Closes, without a word where an exception is under way already."""
-        with contextlib.suppress(OSError) if kind else contextlib.nullcontext():
-            self.close()
+    def __exit__(self, *exception: object) -> None:
+        """Waits for a save in progress. Says nothing of what cannot be written: that is for `close`."""
+        with contextlib.suppress(OSError):
+            self._checkpoints.close()
+        if self._events is not None:
+            with contextlib.suppress(OSError):
+                self._events.close()
 
     def _attempt(self, write: Callable[[], None]) -> None:
-        try:
-            write()
-        except OSError as error:
-            self._problem = self._problem or error
+        if self._problem is None:
+            try:
+                write()
+            except OSError as error:
+                self._problem = error
 
 
 def _read_until(run: RunDirectory, step: int) -> list[dict[str, Any]]:

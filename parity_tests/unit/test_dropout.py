@@ -105,6 +105,15 @@ def test_anything_but_one_key_per_example_is_refused(keys):
         RandomDropout(keys())
 
 
+@pytest.mark.parametrize("given", [0.1, 0.0, jax.random.key(0), keys_of(0, 3), True])
+@pytest.mark.parametrize("name", ["decoder_only", "encoder_decoder"])
+def test_a_call_that_is_given_anything_but_a_source_says_what_to_give(name, given):
+    config = decoder_only_config() if name == "decoder_only" else encoder_decoder_config()
+    model = build(config, seed=1)
+    with pytest.raises(ValueError, match=r"dropout= takes a source of masks, got .*RandomDropout\(jax.random.split"):
+        model(*random_ids(config), *([] if name == "decoder_only" else [None, None]), dropout=given)
+
+
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_another_number_of_keys_than_examples_is_refused(count):
     with pytest.raises(ValueError, match=f"dropout has {count} keys for a batch of 3; pass one key per example"):
