@@ -210,13 +210,24 @@ def finish(run: Run, structure: training.ModelStructure, state: training.TrainSt
     with writing(root):
         (root / job.sample_file).write_text(sample + "\n", encoding="utf-8")
         try:
-            pictures.loss_curve(run.directory.metrics, root / "loss.png", baseline=job.baseline)
+            pictures.loss_curve(
+                run.directory.metrics,
+                root / "loss.png",
+                baseline=job.baseline,
+                in_training_only=_in_training_only(job.record["model"]),
+            )
             if run.options.run.attention_maps == "sample":
                 job.draw_attention(model, root)
         except ValueError as error:  # a run that has diverged
             print(f"no picture: {error}")
     print(f"saved in {root}")
     print(f"\n{sample}" if sample else "", end="\n" if sample else "")
+
+
+def _in_training_only(model: dict[str, Any]) -> list[str]:
+    """What the loss of a training batch has and that of validation has not."""
+    found = [name for name in model if name.endswith("dropout") and model[name]]
+    return ["dropout"] * bool(found) + ["label smoothing"] * bool(model.get("label_smoothing"))
 
 
 def _resuming(run: Run) -> str:

@@ -19,6 +19,7 @@ from jaxtyping import Float
 from matplotlib import font_manager
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -27,13 +28,17 @@ from flax_transformer.parity.recording import split_activation_key
 
 MAX_TOKENS = 64  # on one axis; more cannot be told apart
 MAX_LABEL = 14  # characters of one token
+# Weights are shown by their square root: spread evenly over 30 tokens, on a plain scale they could not be told from none.
+SCALE = (0.0, 0.01, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0)
 MAX_PIXELS = 8000  # along either side of a picture
 ATTENTION_SUFFIX = "attention.dropout"  # without dropout, what this submodule returns are the weights
 OWN_FONT = "DejaVu Sans"  # comes with matplotlib
 LAST_RESORT = "Last Resort High-Efficiency"  # matplotlib's own font of empty boxes, which claims every character
 
 
-def loss_curve(metrics: Path, output: Path, *, baseline: float | None = None) -> None:
+def loss_curve(
+    metrics: Path, output: Path, *, baseline: float | None = None, in_training_only: Sequence[str] = ()
+) -> None:
     """Draws the training loss over the steps, the validation loss where there is one, and a baseline.
 
     The vertical axis ends where the loss began, so that a later spike does not flatten the rest of the curve.
@@ -44,6 +49,8 @@ def loss_curve(metrics: Path, output: Path, *, baseline: float | None = None) ->
             or infinite is a gap in the curve.
         output: the PNG to write.
         baseline: nats per token, a horizontal line; for example the unigram loss.
+        in_training_only: what the training loss has that the validation loss has not, as "dropout"; for the legend, since
+            it is why the former may lie above the latter.
 
     Raises:
         ValueError: metrics cannot be read, hold no finite loss or a line that is not such an object.
@@ -56,11 +63,25 @@ def loss_curve(metrics: Path, output: Path, *, baseline: float | None = None) ->
         raise ValueError(f"{metrics} holds no finite loss, so there is no curve to draw; the run has diverged")
 
     figure, axes = _figure(7.0, 4.2)
-    axes.plot(steps, training, color="C0", linewidth=1.5, marker="." if len(steps) < 50 else "", label="training")
+    with_what = f", with {' and '.join(in_training_only)}" if in_training_only else ""
+    axes.plot(
+        steps,
+        training,
+        color="C0",
+        linewidth=1.5,
+        marker="." if len(steps) < 50 else "",
+        label=f"training{with_what}",
+    )
     held_out = np.isfinite(validation)
     if held_out.any():
         axes.plot(
-            steps[held_out], validation[held_out], color="C1", linewidth=1, marker="o", markersize=5, label="validation"
+            steps[held_out],
+            validation[held_out],
+            color="C1",
+            linewidth=1,
+            marker="o",
+            markersize=5,
+            label="validation, without" if in_training_only else "validation",
         )
     if baseline is not None:
         axes.axhline(baseline, color="0.35", linestyle="--", linewidth=1.2, label=f"baseline ({baseline:.2f})")
@@ -118,7 +139,8 @@ def collect_attention(model: nnx.Module, *inputs: Any) -> dict[str, Float[np.nda
 def attention_maps(
     weights: Mapping[str, Float[np.ndarray, "N T S"]], *, rows: Sequence[str], columns: Sequence[str], output: Path
 ) -> None:
-    """Draws one panel for every layer (downwards) and head (to the right): who attends to whom, on one colour scale.
+    """Draws one panel for every layer (downwards) and head (to the right): who attends to whom, on one colour scale,
+    which follows the square root of the weights.
 
     A space is shown as "·", a control character as its escape, as is a character that no installed font has.
 
@@ -142,7 +164,7 @@ def attention_maps(
     shown: Any = None
     for line, (name, layer) in zip(grid, maps.items(), strict=True):
         for head, (axes, panel) in enumerate(zip(line, layer, strict=True)):
-            shown = axes.imshow(panel, cmap="Blues", vmin=0.0, vmax=1.0, interpolation="nearest")
+            shown = axes.imshow(panel, cmap="Blues", norm=PowerNorm(0.5, 0.0, 1.0), interpolation="nearest")
             axes.tick_params(length=0)
             axes.set_xticks(range(len(columns)), column_labels if line is grid[-1] else [], rotation=90, **as_token)
             axes.set_yticks(range(len(rows)), row_labels if head == 0 else [], **as_token)
@@ -150,7 +172,7 @@ def attention_maps(
                 axes.set_title(f"head {head + 1}", fontsize=9)
         line[0].set_ylabel(".\n".join(name.rsplit(".", 1)), fontsize=8, parse_math=False)
     every = [axes for line in grid for axes in line]
-    bar = figure.colorbar(shown, ax=every, shrink=min(1.0, 1.5 / len(maps)), aspect=25)
+    bar = figure.colorbar(shown, ax=every, shrink=min(1.0, 1.5 / len(maps)), aspect=25, ticks=SCALE, format="%g")
     bar.set_label("attention weight\n(row attends to column)", fontsize=8)
     bar.ax.tick_params(labelsize=7)
     dpi = min(150.0, MAX_PIXELS / max(figure.get_size_inches()))

@@ -51,6 +51,14 @@ def test_a_loss_curve_is_a_png_with_all_three_lines_and_units(tmp_path, drawn):
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["training", "validation", "baseline (6.40)"]
 
 
+def test_the_legend_says_what_the_training_loss_alone_has(tmp_path, drawn):
+    entries = [*ENTRIES[:-1], {**ENTRIES[-1], "validation_loss": 3.3}]
+    alone = ["dropout", "label smoothing"]
+    loss_curve(write_metrics(tmp_path, entries), tmp_path / "loss.png", in_training_only=alone)
+    texts = [text.get_text() for text in drawn[0].axes[0].get_legend().get_texts()]
+    assert texts == ["training, with dropout and label smoothing", "validation, without"]
+
+
 def test_one_step_is_enough_for_a_curve(tmp_path):
     loss_curve(write_metrics(tmp_path, ENTRIES[:1]), tmp_path / "loss.png")
     assert png_size(tmp_path / "loss.png") == (1050, 630)
@@ -145,6 +153,7 @@ def test_attention_maps_have_a_panel_per_layer_and_head_on_one_scale(tmp_path, d
     assert len(images) == len(panels) == 6
     for image, panel in zip(images, panels, strict=True):
         assert image.get_clim() == (0, 1)
+        np.testing.assert_allclose(image.norm(0.04), 0.2)  # one token of 25 is told from none
         np.testing.assert_allclose(image.get_array(), panel, rtol=1e-6)
 
 
