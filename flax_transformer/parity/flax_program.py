@@ -26,6 +26,7 @@ class Program:
     graph: nnx.GraphDef
     structure: Any  # a PyTreeDef
     names: tuple[str, ...]
+    dtype: str
     module_names: tuple[tuple[str, tuple[str, ...]], ...]
     mode: Mode
     by_keyword: bool
@@ -35,6 +36,8 @@ class Program:
     def merge(self, parameters: Named, rest: Any) -> Any:
         """The module with these arrays, in its mode."""
         model = nnx.merge(self.graph, self.structure.unflatten([parameters[name] for name in self.names]), rest)
+        for _, part in walk(model):
+            _follow(part, self.dtype)
         model.train() if self.mode == "train" else model.eval()
         return model
 
@@ -53,6 +56,14 @@ class Program:
         if value.size != 1:
             raise ValueError(f"loss must return one number, got shape {value.shape}; take its mean or sum")
         return value.reshape(())
+
+
+def _follow(part: Any, dtype: str) -> None:
+    """Let a layer compute in ``dtype`` if it was built to compute in the type of its parameters, as ``nnx.Embed`` is."""
+    fields = vars(part) if isinstance(part, nnx.Module) else {}
+    own, of_parameters = fields.get("dtype"), fields.get("param_dtype")
+    if own is not None and of_parameters is not None and jnp.dtype(own) == jnp.dtype(of_parameters):
+        part.dtype = part.param_dtype = jnp.dtype(dtype)
 
 
 def _call(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -77,7 +88,9 @@ def split(
     canonical = {alias: path for path, aliases in tensor_names.items() for alias in aliases}
     names = tuple(canonical[jax.tree_util.keystr(path, simple=True, separator=".")] for path, _ in leaves)
     named = dict(zip(names, (cast(leaf, dtype) for _, leaf in leaves), strict=True))
-    program = Program(graph, structure, names, tuple(module_names.items()), mode, by_keyword, call or _call, loss)
+    program = Program(
+        graph, structure, names, dtype, tuple(module_names.items()), mode, by_keyword, call or _call, loss
+    )
     ordered = {name: named[name] for name in tensor_names if name in named}
     return program, ordered, jax.tree.map(lambda value: cast(value, dtype), nnx.as_pure(rest))
 

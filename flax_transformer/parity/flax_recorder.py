@@ -51,8 +51,9 @@ def record_flax(
 ) -> Recording:
     """Run a copy of ``module``, cast to ``dtype``, and record every submodule's output, and on request how it learns.
 
-    The module itself is left as it is. Casting reaches variables only: a module that was told to compute in float32 does so
-    in a float64 recording too, and the comparison says where.
+    The module itself is left as it is. Casting reaches variables, and layers whose ``dtype`` is that of their parameters, as
+    ``nnx.Embed`` is built; a module that was told otherwise to compute in float32 does so in a float64 recording too, and
+    the comparison says where.
 
     Args:
         module: any NNX module; its floating-point variables are cast to ``dtype`` in a copy.

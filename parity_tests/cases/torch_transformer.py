@@ -53,13 +53,17 @@ def _encoder_decoder(*, norm_first):
 
         def forward(self, source, target):
             hidden = torch.ones(target.shape[1], target.shape[1], dtype=torch.bool).triu(1)
-            features = self.transformer(
+            # The two calls that nn.Transformer's forward makes, so that dropout is drawn for the encoder first.
+            memory = self.transformer.encoder(
                 self.dropout(self.embedding(source) * math.sqrt(D) + self.source_table[: source.shape[1]]),
-                self.dropout(self.embedding(target) * math.sqrt(D) + self.target_table[: target.shape[1]]),
-                tgt_mask=hidden,
                 src_key_padding_mask=source == 0,
-                memory_key_padding_mask=source == 0,
+            )
+            features = self.transformer.decoder(
+                self.dropout(self.embedding(target) * math.sqrt(D) + self.target_table[: target.shape[1]]),
+                memory,
+                tgt_mask=hidden,
                 tgt_key_padding_mask=target == 0,
+                memory_key_padding_mask=source == 0,
             )
             return self.output(features)
 

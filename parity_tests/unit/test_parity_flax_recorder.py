@@ -181,3 +181,21 @@ def test_masks_become_booleans():
     recording = parity.record_flax(Net(), X, masks={"causal": jnp.asarray(mask)})
     assert recording.masks["causal"].dtype == bool
     np.testing.assert_array_equal(recording.masks["causal"], mask == 1)
+
+
+def test_flaxs_own_layers_compute_in_the_type_of_the_recording_unless_they_were_told_another():
+    class Layers(nnx.Module):
+        def __init__(self, **options) -> None:
+            rngs = nnx.Rngs(0)
+            self.embed = nnx.Embed(7, 5, rngs=rngs, **options)
+            self.linear = nnx.Linear(5, 3, rngs=rngs, **options)
+            self.norm = nnx.LayerNorm(3, rngs=rngs, **options)
+
+        def __call__(self, ids):
+            return self.norm(self.linear(self.embed(ids)))
+
+    ids = np.asarray([[3, 1, 6]], np.int32)
+    recording = parity.record_flax(Layers(), ids)
+    assert {array.dtype.name for array in recording.activations.values()} == {"float64"}
+    told = parity.record_flax(Layers(dtype=jnp.bfloat16), ids)
+    assert {array.dtype.name for array in told.activations.values()} == {"bfloat16"}
