@@ -12,7 +12,7 @@ import numpy as np
 
 from flax_transformer import parity
 from flax_transformer.dropout import ReplayedDropout
-from flax_transformer.parity.preconditions import paired_inputs  # noqa: F401
+from flax_transformer.parity.matching import by_any_name
 from parity_tests.cases import Case, all_cases, load_reference, model_loss, reference_loss, rules_for
 from parity_tests.faults import AnyFault, Fault, LossFault, OptimizerFault, TrainingFault
 from parity_tests.faults.forward import FORWARD
@@ -57,7 +57,19 @@ def _record(fault: Fault, case: Case, recorded: parity.Recording, **options: Any
         load_reference(case, model, recorded)
         fault.model(model)
         masks = fault.masks(dict(case.model_masks(recorded.inputs)))
-        return parity.record_flax(model, dict(recorded.inputs), masks=masks, **options), rules_for(case, model)
+        found = parity.record_flax(model, dict(recorded.inputs), masks=masks, **options)
+        return found, _what_exists(rules_for(case, model), found)
+
+
+def _what_exists(rules: parity.Rules, found: parity.Recording) -> parity.Rules:
+    """The rules without those for a parameter that the mistake left out, which the rung of keys then misses."""
+    names = by_any_name(found.tensor_names)
+
+    def exists(target: Any) -> bool:
+        return all(name in names for name in ((target,) if isinstance(target, str) else target or ()))
+
+    kept = {name: target for name, target in rules.parameters.items() if exists(target)}
+    return dataclasses.replace(rules, parameters=kept)
 
 
 def _forward(fault: Fault, case: Case) -> parity.Verdict:

@@ -195,7 +195,8 @@ def test_flaxs_own_layers_compute_in_the_type_of_the_recording_unless_they_were_
             return self.norm(self.linear(self.embed(ids)))
 
     ids = np.asarray([[3, 1, 6]], np.int32)
-    recording = parity.record_flax(Layers(), ids)
+    with jax.numpy_dtype_promotion("standard"):  # Flax's own norm mixes types
+        recording = parity.record_flax(Layers(), ids)
+        told = parity.record_flax(Layers(dtype=jnp.bfloat16), ids)
     assert {array.dtype.name for array in recording.activations.values()} == {"float64"}
-    told = parity.record_flax(Layers(dtype=jnp.bfloat16), ids)
     assert {array.dtype.name for array in told.activations.values()} == {"bfloat16"}
