@@ -128,6 +128,16 @@ def test_plain_lines_tell_loss_speed_and_time_left(finished):
     assert "0:00 left" in lines[-1]
 
 
+def test_steps_that_take_long_are_shown_one_by_one_and_logged_as_ever(finished, tmp_path, monkeypatch):
+    monkeypatch.setattr(progress, "PATIENCE", 0.0)
+    options = ["--validate-every", "5", "--steps", "7", "--output", tmp_path / "run"]
+    status, out, _ = call(train.main, *finished.arguments, *options)
+    assert status == 0
+    shown = [line.split()[1] for line in out.splitlines() if line.startswith("step")]
+    assert shown == [f"{step}/7" for step in range(1, 8)]
+    assert [entry["step"] for entry in metrics_of(tmp_path / "run")] == [1, 5, 7]
+
+
 def test_the_text_that_the_model_wrote_is_printed_and_kept(finished):
     sample = (finished.output / "sample.txt").read_text()
     assert sample.startswith(" a b c")
