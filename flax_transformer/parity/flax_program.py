@@ -63,7 +63,8 @@ def _follow(part: Any, dtype: str) -> None:
     fields = vars(part) if isinstance(part, nnx.Module) else {}
     own, of_parameters = fields.get("dtype"), fields.get("param_dtype")
     if own is not None and of_parameters is not None and jnp.dtype(own) == jnp.dtype(of_parameters):
-        part.dtype = part.param_dtype = jnp.dtype(dtype)
+        setattr(part, "dtype", jnp.dtype(dtype))  # noqa: B010  (no attribute of every module)
+        setattr(part, "param_dtype", jnp.dtype(dtype))  # noqa: B010
 
 
 def _call(model: Any, *args: Any, **kwargs: Any) -> Any:

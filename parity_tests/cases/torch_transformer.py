@@ -48,8 +48,8 @@ def _encoder_decoder(*, norm_first):
             self.output = torch.nn.Linear(D, V, bias=False)
             self.output.weight = self.embedding.weight
             table = torch.from_numpy(np.array(sinusoidal_table(LENGTH, D, formula="pow")))
-            self.register_buffer("source_table", table)
-            self.register_buffer("target_table", table.clone())
+            self.source_table = torch.nn.Buffer(table)
+            self.target_table = torch.nn.Buffer(table.clone())
 
         def forward(self, source, target):
             hidden = torch.ones(target.shape[1], target.shape[1], dtype=torch.bool).triu(1)

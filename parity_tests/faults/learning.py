@@ -1,5 +1,7 @@
 """Mistakes in what a model is trained with: the loss, the optimizer, the schedule, the batches."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -120,28 +122,22 @@ def right_but(**options) -> optax.GradientTransformation:
 
 
 def without_bias_correction() -> optax.GradientTransformation:
-    def init(parameters):
-        return optax.ScaleByAdamState(
-            jnp.zeros((), jnp.int32), optax.tree.zeros_like(parameters), optax.tree.zeros_like(parameters)
-        )
+    right = adam()
 
-    def update(gradients, state, parameters=None):
-        del parameters
-        mu = jax.tree.map(lambda g, m: 0.9 * m + 0.1 * g, gradients, state.mu)
-        nu = jax.tree.map(lambda g, v: 0.98 * v + (1 - 0.98) * g * g, gradients, state.nu)
-        updates = jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + 1e-9), mu, nu)
-        return updates, optax.ScaleByAdamState(state.count + 1, mu, nu)
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        _, state = right.update(updates, state, params)
+        return jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + 1e-9), state.mu, state.nu), state
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformation(right.init, update)
 
 
 def clip_each(limit: float) -> optax.GradientTransformation:
-    def update(gradients, state, parameters=None):
-        del parameters
-        norms = jax.tree.map(lambda g: jnp.sqrt(jnp.square(g).sum()), gradients)
-        return jax.tree.map(lambda g, n: g * jnp.minimum(1.0, limit / (n + 1e-6)), gradients, norms), state
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        del params
+        norms = jax.tree.map(lambda g: jnp.sqrt(jnp.square(g).sum()), updates)
+        return jax.tree.map(lambda g, n: g * jnp.minimum(1.0, limit / (n + 1e-6)), updates, norms), state
 
-    return optax.GradientTransformation(lambda parameters: optax.EmptyState(), update)
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
 OPTIMIZERS = (
@@ -178,11 +174,12 @@ def forgets_at(step: int) -> optax.GradientTransformation:
     """The right optimizer, which loses its state once, as when a run is resumed from weights alone."""
     inner = right_but()
 
-    def update(gradients, state, parameters=None):
-        fresh = inner.init(parameters)
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        assert params is not None
+        fresh = inner.init(params)
         count = optax.tree.get(state, "ScaleByAdamState").count
         state = jax.tree.map(lambda kept, new: jnp.where(count == step, new, kept), state, fresh)
-        return inner.update(gradients, state, parameters)
+        return inner.update(updates, state, params)
 
     return optax.GradientTransformation(inner.init, update)
 

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from flax_transformer import parity
 from flax_transformer.dropout import ReplayedDropout
@@ -121,22 +122,15 @@ def _update(fault: OptimizerFault, case: Case) -> parity.Verdict:
             for section in (found.parameters, found.gradients)
         )
         updates, state = fault.optimizer.update(gradients, fault.optimizer.init(parameters), parameters)
+        fields: list[tuple[str, Any]] = [(kind, optax.tree.get(state, kind)) for kind in ("mu", "nu")]
+        kinds = {"mu": "first", "nu": "second"}
         moments = {
-            f"{kind}/{name}": np.asarray(array)
-            for kind, field in (("first", "mu"), ("second", "nu"))
-            for name, array in optax_field(state, field).items()
+            f"{kinds[field]}/{name}": np.asarray(array) for field, named in fields for name, array in named.items()
         }
         wrong = dataclasses.replace(
             found, updates={name: np.asarray(update) for name, update in updates.items()}, moments=moments
         )
     return parity.compare(reference(case, "float64", 0), wrong, rules)
-
-
-def optax_field(state: Any, field: str) -> dict[str, Any]:
-    """The moments of a name anywhere in an optax state."""
-    import optax
-
-    return optax.tree.get(state, field)
 
 
 def _batches(case: Case) -> list[dict[str, np.ndarray]]:

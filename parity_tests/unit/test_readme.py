@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from parity_tests.faults.catalogue import FAULTS
+from parity_tests.faults.planting import FAULTS
 from parity_tests.references import needs_torch
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
