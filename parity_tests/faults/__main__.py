@@ -26,7 +26,7 @@ def main() -> int:
                 divergence = verdict_on(fault, CASES[name]).first_divergence
                 found[name] = ["", ""] if divergence is None else [divergence.rung, divergence.path]
                 unnoticed += divergence is None
-                print(f"{fault.name:50} {name:28} {': '.join(found[name]) or 'UNNOTICED'}", flush=True)
+                print(f"{fault.name:50} {name:28} {': '.join(found[name]) if divergence else 'UNNOTICED'}", flush=True)
             known[fault.name] = found
     if options.write:
         MATRIX.write_text(json.dumps(known, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

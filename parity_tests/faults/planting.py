@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -121,11 +121,12 @@ def _update(fault: OptimizerFault, case: Case) -> parity.Verdict:
             {name: jnp.asarray(array) for name, array in section.items()}
             for section in (found.parameters, found.gradients)
         )
-        updates, state = fault.optimizer.update(gradients, fault.optimizer.init(parameters), parameters)
-        fields: list[tuple[str, Any]] = [(kind, optax.tree.get(state, kind)) for kind in ("mu", "nu")]
-        kinds = {"mu": "first", "nu": "second"}
+        state: Any = fault.optimizer.init(parameters)
+        updates, state = cast(Any, fault.optimizer.update(gradients, state, parameters))
         moments = {
-            f"{kinds[field]}/{name}": np.asarray(array) for field, named in fields for name, array in named.items()
+            f"{kind}/{name}": np.asarray(array)
+            for kind, field in (("first", "mu"), ("second", "nu"))
+            for name, array in cast(dict[str, Any], optax.tree.get(state, field)).items()
         }
         wrong = dataclasses.replace(
             found, updates={name: np.asarray(update) for name, update in updates.items()}, moments=moments
