@@ -6,6 +6,7 @@ from flax_transformer import parity
 from parity_tests.faults import ALL, DECODER_ONLY, Fault, LossFault, OptimizerFault, TrainingFault
 from parity_tests.faults.learning import right_but, right_loss
 from parity_tests.faults.planting import CASES, FAULTS, expected, verdict_on
+from parity_tests.faults.sources import SOURCES
 from parity_tests.references import needs_torch
 
 PLANTED = [
@@ -71,3 +72,4 @@ def test_every_mistake_has_a_name_of_its_own_and_a_place_in_the_matrix():
     assert {fault.name: set(fault.cases) for fault in FAULTS} == {name: set(row) for name, row in expected().items()}, (
         "run python -m parity_tests.faults --write, and read what it wrote"
     )
+    assert not SOURCES.keys() - set(names), "a source of no mistake"

@@ -12,6 +12,7 @@ Record a run on each side, then compare the recordings. It knows arrays, names a
 """
 
 from flax_transformer.parity.comparison import compare, compare_pooled
+from flax_transformer.parity.conditioning import Conditioning, conditioning
 from flax_transformer.parity.emulation import emulate
 from flax_transformer.parity.flax_program import shared_traces
 from flax_transformer.parity.flax_recorder import live_flax, record_flax
@@ -29,6 +30,7 @@ from flax_transformer.parity.verdict import RUNGS, Divergence, Row, Rung, Verdic
 
 __all__ = [
     "RUNGS",
+    "Conditioning",
     "Divergence",
     "Found",
     "Match",
@@ -41,6 +43,7 @@ __all__ = [
     "Verdict",
     "compare",
     "compare_pooled",
+    "conditioning",
     "emulate",
     "from_kernel",
     "judge_position_table",

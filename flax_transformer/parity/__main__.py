@@ -2,6 +2,7 @@
 
 python -m flax_transformer.parity compare recordings/torch recordings/flax --report report.html
 python -m flax_transformer.parity show recordings/torch
+python -m flax_transformer.parity recorder torch_recorder.py
 """
 
 import dataclasses
@@ -17,6 +18,7 @@ from rich.text import Text
 
 from flax_transformer import parity
 from flax_transformer.parity.recording import SECTIONS, Arrays
+from flax_transformer.parity.standalone import recorder_source
 
 
 def _option(metavar: str) -> Any:
@@ -57,6 +59,17 @@ class Show:
     """Directory of the recording."""
     modules: Annotated[int, tyro.conf.arg(metavar="N")] = 20
     """How many modules to list."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recorder:
+    """Write the PyTorch recorder as one file, which needs torch, numpy and safetensors alone.
+
+    For a repository that has neither JAX nor this library: record there, compare here.
+    """
+
+    file: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FILE.py")]
+    """Where to write it; a file that is there is not replaced."""
 
 
 def compare(options: Compare) -> int:
@@ -123,7 +136,7 @@ def describe(recording: parity.Recording, *, modules: int) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
     options = tyro.extras.subcommand_cli_from_dict(
-        {"compare": Compare, "show": Show},
+        {"compare": Compare, "show": Show, "recorder": Recorder},
         prog="python -m flax_transformer.parity",
         description="The ladder of parity, for recordings: what two frameworks computed in the same run.",
         args=arguments,
@@ -131,6 +144,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if isinstance(options, Compare):
             return compare(options)
+        if isinstance(options, Recorder):
+            with options.file.open("x", encoding="utf-8") as stream:
+                stream.write(recorder_source())
+            return 0
         print(describe(parity.load(options.recording), modules=options.modules))
     except ValueError as error:
         message = " ".join(str(error).split())

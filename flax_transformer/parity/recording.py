@@ -11,10 +11,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import safetensors
 from safetensors.numpy import save_file
+
+try:
+    from ml_dtypes import bfloat16
+except ModuleNotFoundError:  # where the recorder was copied to alone: there is no bfloat16 without it
+    BFLOAT16 = None
+else:
+    BFLOAT16 = np.dtype(bfloat16)
 
 Arrays = Mapping[str, np.ndarray]
 Names = Mapping[str, tuple[str, ...]]
@@ -43,7 +49,7 @@ DTYPES = {
     "BOOL": np.dtype(bool),
     **{f"{kind}{bits}": np.dtype(f"{kind.lower()}{bits // 8}") for kind in "IU" for bits in (8, 16, 32, 64)},
     **{f"F{bits}": np.dtype(f"f{bits // 8}") for bits in (16, 32, 64)},
-    "BF16": np.dtype(ml_dtypes.bfloat16),
+    **({} if BFLOAT16 is None else {"BF16": BFLOAT16}),
 }
 
 
@@ -298,7 +304,7 @@ def as_inputs(inputs: Any, dtype: str) -> dict[str, np.ndarray]:
     Raises:
         ValueError: ``dtype`` is another, or an entry is no array of booleans, integers or floats; all are named.
     """
-    known = ("float64", "float32", "float16", "bfloat16")
+    known = ("float64", "float32", "float16", *(() if BFLOAT16 is None else ("bfloat16",)))
     if dtype not in known:
         raise ValueError(f"the dtype of a recording must be one of {', '.join(known)}, got {dtype!r}")
     if isinstance(inputs, Mapping):
@@ -342,4 +348,4 @@ def as_masks(masks: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 def is_floating(array: np.ndarray) -> bool:
     """Whether the dtype is a floating-point type, bfloat16 included (NumPy calls that a void type)."""
-    return array.dtype in (DTYPES["F64"], DTYPES["F32"], DTYPES["F16"], DTYPES["BF16"])
+    return array.dtype in [DTYPES[name] for name in ("F64", "F32", "F16", "BF16") if name in DTYPES]

@@ -1,32 +1,20 @@
-"""The PyTorch side. This file needs torch, numpy, and of this library ``recording`` alone (numpy and safetensors)."""
+"""The PyTorch side. With ``torch_calls`` and ``recording`` it needs torch, numpy and safetensors alone (``standalone``)."""
 
 import contextlib
 import copy
-import math
 import platform
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
-from unittest import mock
 
-import ml_dtypes
 import numpy as np
 
-from flax_transformer.parity.recording import (
-    Recording,
-    activation_key,
-    as_batches,
-    as_inputs,
-    as_masks,
-    flatten,
-    name_batches,
-)
+from flax_transformer.parity.recording import Recording, as_batches, as_inputs, as_masks, flatten, name_batches
+from flax_transformer.parity.torch_calls import Masks, Watch, to_numpy, to_tensor, unfused
 
 if TYPE_CHECKING:
     import torch
 
 Mode = Literal["eval", "train"]
-Masks = Mapping[str, np.ndarray] | Sequence[np.ndarray]
 
 # The names of optimizers' states, for what other libraries call mu, nu and trace.
 MOMENTS = {"exp_avg": "first", "exp_avg_sq": "second", "momentum_buffer": "momentum"}
@@ -98,38 +86,38 @@ def record_torch(
     device = next((tensor.device for tensor in [*parameters.values(), *buffers.values()]), torch.device("cpu"))
 
     def batch_of(named: Mapping[str, np.ndarray]) -> Any:
-        tensors = {name: _to_tensor(array).to(device) for name, array in named.items()}
+        tensors = {name: to_tensor(array).to(device) for name, array in named.items()}
         return tensors if isinstance(inputs, Mapping) else tuple(tensors.values())
 
     def run(function: Callable[..., Any], batch: Any) -> Any:
         return function(copied, **batch) if isinstance(inputs, Mapping) else function(copied, *batch)
 
     forward = call or (lambda model, *args, **kwargs: model(*args, **kwargs))
-    start = {name: _to_numpy(tensor) for name, tensor in parameters.items()}
-    state = {name: _to_numpy(tensor) for name, tensor in buffers.items()}
+    start = {name: to_numpy(tensor) for name, tensor in parameters.items()}
+    state = {name: to_numpy(tensor) for name, tensor in buffers.items()}
     decoded: dict[str, np.ndarray] = {}
     if decode is not None:
-        with torch.no_grad(), _unfused():
-            decoded = {k: _to_numpy(v) for k, v in flatten(run(decode, batch_of(arrays)), torch.Tensor)}
-    recorder = _Recorder(dict(copied.named_modules()), dropout, gradients=loss is not None)
+        with torch.no_grad(), unfused():
+            decoded = {k: to_numpy(v) for k, v in flatten(run(decode, batch_of(arrays)), torch.Tensor)}
+    watch = Watch(dict(copied.named_modules()), dropout, gradients=loss is not None)
     learned: dict[str, dict[str, np.ndarray]] = {}
-    with _unfused():
-        with recorder.hooks(), torch.set_grad_enabled(loss is not None):
+    with unfused():
+        with watch.watching(), torch.set_grad_enabled(loss is not None):
             batch = batch_of(arrays)
             result = run(forward, batch)
-            outputs = {suffix: _to_numpy(tensor) for suffix, tensor in flatten(result, torch.Tensor)}
+            outputs = {suffix: to_numpy(tensor) for suffix, tensor in flatten(result, torch.Tensor)}
             if loss is not None:
                 value = _scalar(loss(result, batch))
                 value.backward()
         if loss is not None:
-            learned["losses"] = {"loss": np.array([_to_numpy(value)])}
+            learned["losses"] = {"loss": np.array([to_numpy(value)])}
             learned["gradients"] = {name: _gradient(tensor) for name, tensor in parameters.items()}
         if loss is not None and optimizer is not None:
 
             def next_loss(number: int) -> Any:
                 batch = batch_of([arrays, *later][number % (1 + len(later))])
-                again = _Recorder(recorder.modules, dropout, gradients=False)
-                with again.hooks() if dropout is not None else contextlib.nullcontext(), torch.enable_grad():
+                again = Watch(watch.modules, dropout, gradients=False)
+                with again.watching() if dropout is not None else contextlib.nullcontext(), torch.enable_grad():
                     return _scalar(loss(run(forward, batch), batch))
 
             learned |= _train(copied, value, next_loss, optimizer, schedule, max_norm, steps, start)
@@ -138,11 +126,11 @@ def record_torch(
         inputs=arrays,
         batches=name_batches(later),
         masks=as_masks(masks or {}),
-        dropout=recorder.masks,
+        dropout=watch.masks,
         parameters={name: start[name] for name in parameter_names},
         buffers={name: state[name] for name in buffer_names},
-        activations=recorder.activations,
-        activation_gradients={k: recorder.gradients[k] for k in recorder.activations if k in recorder.gradients},
+        activations=watch.activations,
+        activation_gradients={k: watch.gradients[k] for k in watch.activations if k in watch.gradients},
         outputs=outputs,
         decoded=decoded,
         tensor_names={**parameter_names, **buffer_names},
@@ -179,9 +167,9 @@ def live_torch(
     run = call or (lambda model, *args, **kwargs: model(*args, **kwargs))
 
     def live(inputs: Mapping[str, np.ndarray]) -> tuple[dict[str, np.ndarray], Callable[..., dict[str, np.ndarray]]]:
-        tensors = {name: _to_tensor(array) for name, array in inputs.items()}
+        tensors = {name: to_tensor(array) for name, array in inputs.items()}
         changed = {name: tensor.requires_grad_() for name, tensor in tensors.items() if tensor.is_floating_point()}
-        with torch.enable_grad(), _unfused():
+        with torch.enable_grad(), unfused():
             result = run(copied, **tensors) if by_keyword else run(copied, *tensors.values())
         outputs = dict(flatten(result, torch.Tensor))
 
@@ -192,15 +180,15 @@ def live_torch(
             found = torch.autograd.grad(
                 [outputs[name] for name in reached],
                 list(changed.values()),
-                [_to_tensor(gradients[name]).to(outputs[name].dtype) for name in reached],
+                [to_tensor(gradients[name]).to(outputs[name].dtype) for name in reached],
                 allow_unused=True,
             )
             return {
-                name: np.zeros_like(inputs[name]) if gradient is None else _to_numpy(gradient)
+                name: np.zeros_like(inputs[name]) if gradient is None else to_numpy(gradient)
                 for name, gradient in zip(changed, found, strict=True)
             }
 
-        return {name: _to_numpy(output) for name, output in outputs.items()}, pullback
+        return {name: to_numpy(output) for name, output in outputs.items()}, pullback
 
     return live
 
@@ -223,155 +211,30 @@ def _train(
     built = optimizer(module)
     scheduler = schedule(built) if schedule is not None else None
     learned: dict[str, dict[str, np.ndarray]] = {}
-    losses = [_to_numpy(value)]
+    losses = [to_numpy(value)]
     for number in range(steps):
         if number:
             built.zero_grad()
             value = next_loss(number)
             value.backward()
-            losses.append(_to_numpy(value))
+            losses.append(to_numpy(value))
         if max_norm is not None:
             torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm)
         built.step()
         if scheduler is not None:
             scheduler.step()
         if number == 0:
-            learned["updates"] = {name: _to_numpy(tensor) - start[name] for name, tensor in parameters.items()}
+            learned["updates"] = {name: to_numpy(tensor) - start[name] for name, tensor in parameters.items()}
             learned["moments"] = {
-                f"{MOMENTS[kind]}/{names[id(parameter)]}": _to_numpy(moment)
+                f"{MOMENTS[kind]}/{names[id(parameter)]}": to_numpy(moment)
                 for parameter, state in built.state.items()
                 for kind, moment in state.items()
                 if kind in MOMENTS and isinstance(moment, torch.Tensor)
             }
     learned["losses"] = {"loss": np.array(losses)}
     if steps > 1:
-        learned["trained"] = {name: _to_numpy(tensor) for name, tensor in parameters.items()}
+        learned["trained"] = {name: to_numpy(tensor) for name, tensor in parameters.items()}
     return learned
-
-
-class _Recorder:
-    """What one forward pass, and the backward pass after it, leave behind."""
-
-    def __init__(self, modules: "Mapping[str, torch.nn.Module]", dropout: Masks | None, *, gradients: bool) -> None:
-        self.modules = modules
-        self.activations: dict[str, np.ndarray] = {}
-        self.gradients: dict[str, np.ndarray] = {}
-        self.masks: dict[str, np.ndarray] = {}
-        self._given = dropout
-        self._with_gradients = gradients
-        self._calls: Counter[str] = Counter()
-        self._sites: Counter[str] = Counter()
-        self._running: list[str] = []
-
-    @contextlib.contextmanager
-    def hooks(self) -> "Iterator[None]":
-        """Listens to every module, and stands in for PyTorch's dropout, while the context is open."""
-        import torch.nn.functional as F  # noqa: N812  (its usual name)
-
-        attention = F.scaled_dot_product_attention
-        handles = []
-        for path, module in self.modules.items():
-            handles.append(module.register_forward_pre_hook(self._entering(path)))
-            handles.append(module.register_forward_hook(self._leaving(path)))
-        try:
-            with (
-                mock.patch.object(F, "dropout", self._dropout),
-                mock.patch.object(F, "scaled_dot_product_attention", self._attention(attention)),
-            ):
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
-        if self._given is not None and len(self.masks) != len(self._given):
-            raise ValueError(f"dropout holds {len(self._given)} masks, and the model has {len(self.masks)} sites")
-
-    def _entering(self, path: str) -> Callable[..., None]:
-        return lambda _module, _args: self._running.append(path)
-
-    def _leaving(self, path: str) -> Callable[..., Any]:
-        import torch
-
-        def hook(_module: Any, _args: Any, output: Any) -> Any:
-            self._running.pop()
-            number = self._calls[path]
-            self._calls[path] += 1
-            if self._with_gradients:
-                # A module may return its argument, or a tensor that it goes on using: an alias has a gradient of its own.
-                output = _aliased(output)
-            for suffix, tensor in flatten(output, torch.Tensor):
-                key = activation_key(path, number, suffix)
-                self.activations[key] = _to_numpy(tensor)
-                if self._with_gradients and tensor.requires_grad:
-                    self.gradients[key] = np.zeros_like(self.activations[key])
-                    tensor.register_hook(self._arriving(key))
-            return output
-
-        return hook
-
-    def _arriving(self, key: str) -> "Callable[[torch.Tensor], None]":
-        def hook(gradient: "torch.Tensor") -> None:
-            self.gradients[key] = _to_numpy(gradient)
-
-        return hook
-
-    def _dropout(self, input: "torch.Tensor", p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-        """``torch.nn.functional.dropout`` with the mask given, or drawn as it draws, and recorded."""
-        import torch
-
-        if not training or p == 0:
-            return input
-        path = self._running[-1] if self._running else ""
-        key = activation_key(path, self._sites[path])
-        self._sites[path] += 1
-        mask = self._draw(key, input, p)
-        self.masks[key] = mask
-        # The arithmetic of torch.nn.functional.dropout: the noise is scaled first, then one product.
-        noise = torch.from_numpy(mask).to(device=input.device, dtype=input.dtype).div_(1 - p)
-        return input.mul_(noise) if inplace else input * noise
-
-    def _draw(self, key: str, input: "torch.Tensor", p: float) -> np.ndarray:
-        import torch
-
-        if self._given is None:
-            # The mask depends on the generator and the shape alone, so that ones show what would have been drawn.
-            return _to_numpy(torch.dropout(torch.ones_like(input), p, True)) != 0
-        given = self._given
-        place = len(self.masks)
-        mask = given.get(key) if isinstance(given, Mapping) else (given[place] if place < len(given) else None)
-        if mask is None or tuple(mask.shape) != tuple(input.shape):
-            found = "none" if mask is None else f"one of shape {tuple(mask.shape)}"
-            raise ValueError(f"dropout needs a mask of shape {tuple(input.shape)} for the site {key}, got {found}")
-        return np.asarray(mask) != 0
-
-    def _attention(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        import torch
-
-        def attention(
-            query: Any,
-            key: Any,
-            value: Any,
-            attn_mask: Any = None,
-            dropout_p: float = 0.0,
-            is_causal: bool = False,
-            scale: float | None = None,
-            enable_gqa: bool = False,
-        ) -> Any:
-            """``scaled_dot_product_attention``, written out where it drops weights, so that its mask can be seen."""
-            if dropout_p == 0:
-                return original(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
-            if enable_gqa:
-                raise ValueError(
-                    "dropout inside scaled_dot_product_attention(enable_gqa=True) cannot be recorded; repeat the keys"
-                )
-            scores = query @ key.transpose(-2, -1) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
-            if is_causal:
-                attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-            if attn_mask is not None:
-                hidden = attn_mask.dtype == torch.bool
-                scores = scores.masked_fill(~attn_mask, -math.inf) if hidden else scores + attn_mask
-            return self._dropout(scores.softmax(-1), dropout_p) @ value
-
-        return attention
 
 
 def _require_options(mode: str, dropout: object, loss: object, optimizer: object, steps: int, training: object) -> None:
@@ -388,18 +251,6 @@ def _require_options(mode: str, dropout: object, loss: object, optimizer: object
         problems.append(f"steps must be at least 1, got {steps}")
     if problems:
         raise ValueError("; ".join(problems))
-
-
-@contextlib.contextmanager
-def _unfused() -> "Iterator[None]":
-    import torch
-
-    fused = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fused)
 
 
 def _copy(module: "torch.nn.Module") -> "torch.nn.Module":
@@ -420,19 +271,6 @@ def _names(named: Iterable[tuple[str, object]]) -> dict[str, tuple[str, ...]]:
     return {names[0]: tuple(names) for names in groups.values()}
 
 
-def _aliased(output: Any) -> Any:
-    """``output`` with a view for each tensor of a tensor, tuple, list or dict; other containers as they are."""
-    import torch
-
-    if isinstance(output, torch.Tensor):
-        return output.view_as(output) if output.requires_grad else output
-    if type(output) in (tuple, list):
-        return type(output)(_aliased(value) for value in output)
-    if type(output) is dict:
-        return {name: _aliased(value) for name, value in output.items()}
-    return output
-
-
 def _scalar(value: "torch.Tensor") -> "torch.Tensor":
     if value.numel() != 1:
         raise ValueError(f"loss must return one number, got shape {tuple(value.shape)}; take its mean or sum")
@@ -440,7 +278,7 @@ def _scalar(value: "torch.Tensor") -> "torch.Tensor":
 
 
 def _gradient(parameter: "torch.Tensor") -> np.ndarray:
-    return np.zeros_like(_to_numpy(parameter)) if parameter.grad is None else _to_numpy(parameter.grad)
+    return np.zeros_like(to_numpy(parameter)) if parameter.grad is None else to_numpy(parameter.grad)
 
 
 def _effective_precision(device: "torch.device") -> str:
@@ -452,22 +290,3 @@ def _effective_precision(device: "torch.device") -> str:
         return f"float32 on {device.type} (setting: {setting})"
     reduced = torch.backends.cuda.matmul.allow_tf32
     return f"{'TF32' if reduced else 'float32'} on {torch.cuda.get_device_name(device)} (setting: {setting})"
-
-
-def _to_tensor(array: np.ndarray) -> "torch.Tensor":
-    import torch
-
-    array = np.array(array, order="C")
-    if array.dtype == ml_dtypes.bfloat16:
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(array.astype(np.int64) if array.dtype.kind in "iu" else array)
-
-
-def _to_numpy(tensor: "torch.Tensor") -> np.ndarray:
-    import torch
-
-    # A copy: a later operation may work in place.
-    tensor = tensor.detach().to("cpu", copy=True).contiguous()
-    if tensor.dtype == torch.bfloat16:
-        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    return tensor.numpy()

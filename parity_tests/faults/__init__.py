@@ -1,8 +1,8 @@
 """Porting mistakes, planted: each a small transformation of something correct.
 
-``forward``, ``learning`` and ``training`` hold the mistakes, ``planting`` runs the ladder on one of them, and
-``kill_matrix.json`` says for every mistake and every case where the ladder must catch it: the lowest rung that can tell, and
-the module. ``python -m parity_tests.faults`` prints what is caught where.
+``forward`` and ``learning`` hold the mistakes, ``sources`` says where they were seen in public, ``planting`` runs the ladder
+on one of them, and ``kill_matrix.json`` says for every mistake and case where the ladder must catch it: the lowest rung
+that can tell, and the module. ``python -m parity_tests.faults`` prints what is caught where; ``documents`` makes docs of it.
 """
 
 import contextlib
@@ -35,7 +35,6 @@ class Fault:
     Attributes:
         name: what was done wrong, as a phrase; unique.
         cases: the names of the cases on which it is planted.
-        source: where it was seen or warned of in public; "" for those of everyday experience.
         config: the mistake in the configuration.
         model: the mistake in the model, made after the reference's weights were loaded.
         patch: the mistake in a function of the library, as a context in which the model is built and run.
@@ -47,7 +46,6 @@ class Fault:
 
     name: str
     cases: tuple[str, ...]
-    source: str = ""
     config: Callable[[Any], TransformerConfig] = lambda config: config
     model: Callable[[Any], None] = _nothing
     patch: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
@@ -67,7 +65,6 @@ class LossFault:
     name: str
     cases: tuple[str, ...]
     loss: Callable[[Any, Any, Any], float]
-    source: str = ""
 
     def __str__(self) -> str:
         return self.name
@@ -80,7 +77,6 @@ class OptimizerFault:
     name: str
     optimizer: optax.GradientTransformation
     cases: tuple[str, ...] = (DECODER_ONLY, ENCODER_DECODER, GPT)
-    source: str = ""
 
     def __str__(self) -> str:
         return self.name
@@ -93,7 +89,6 @@ class TrainingFault:
     name: str
     options: Mapping[str, Any]
     cases: tuple[str, ...] = (DECODER_ONLY,)
-    source: str = ""
 
     def __str__(self) -> str:
         return self.name

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,6 +13,7 @@ import numpy as np
 import optax
 
 from flax_transformer import parity
+from flax_transformer.config import Dtype
 from flax_transformer.dropout import ReplayedDropout
 from flax_transformer.parity.matching import by_any_name
 from parity_tests.cases import Case, all_cases, load_reference, model_loss, reference_loss, rules_for
@@ -33,17 +35,17 @@ def expected() -> dict[str, dict[str, list[str]]]:
     return json.loads(MATRIX.read_text(encoding="utf-8"))
 
 
-def verdict_on(fault: AnyFault, case: Case) -> parity.Verdict:
-    """What the ladder says of the mistake."""
+def verdict_on(fault: AnyFault, case: Case, dtype: Dtype = "float64") -> parity.Verdict:
+    """What the ladder says of the mistake; in float32 of models and optimizers only."""
     match fault:
         case Fault(dropout=True):
             return _with_dropout(fault, case)
         case Fault():
-            return _forward(fault, case)
+            return _forward(fault, case, dtype)
         case LossFault():
             return _loss(fault, case)
         case OptimizerFault():
-            return _update(fault, case)
+            return _update(fault, case, dtype)
         case TrainingFault():
             return _training(fault, case)
 
@@ -53,12 +55,13 @@ def _without_updates(recording: parity.Recording) -> parity.Recording:
 
 
 def _record(fault: Fault, case: Case, recorded: parity.Recording, **options: Any) -> tuple[parity.Recording, Any]:
-    with jax.enable_x64(True), fault.patch():
-        model = case.model(fault.config(case.config("float64")))
+    dtype: Dtype = "float64" if recorded.dtype == "float64" else "float32"
+    with jax.enable_x64(dtype == "float64"), fault.patch():
+        model = case.model(fault.config(case.config(dtype)))
         load_reference(case, model, recorded)
         fault.model(model)
         masks = fault.masks(dict(case.model_masks(recorded.inputs)))
-        found = parity.record_flax(model, dict(recorded.inputs), masks=masks, **options)
+        found = parity.record_flax(model, dict(recorded.inputs), dtype=dtype, masks=masks, **options)
         return found, _what_exists(rules_for(case, model), found)
 
 
@@ -73,12 +76,16 @@ def _what_exists(rules: parity.Rules, found: parity.Recording) -> parity.Rules:
     return dataclasses.replace(rules, parameters=kept)
 
 
-def _forward(fault: Fault, case: Case) -> parity.Verdict:
-    recorded = reference(case, "float64", 0)
+def _forward(fault: Fault, case: Case, dtype: Dtype) -> parity.Verdict:
+    wanted = _without_updates if fault.backward else forward_only
+    recorded = reference(case, dtype, 0)
     options = {"loss": model_loss(case)} if fault.backward else {}
     found, rules = _record(fault, case, recorded, call=fault.call(case.call_model), **options)
-    wanted = _without_updates(recorded) if fault.backward else forward_only(recorded)
-    return parity.compare(wanted, found, rules)
+    return parity.compare(wanted(recorded), found, rules, truth=_truth(case, dtype, wanted))
+
+
+def _truth(case: Case, dtype: Dtype, wanted: Callable[[parity.Recording], parity.Recording]) -> parity.Recording | None:
+    return None if dtype == "float64" else wanted(reference(case, "float64", 0))
 
 
 @functools.lru_cache
@@ -101,22 +108,22 @@ def _with_dropout(fault: Fault, case: Case) -> parity.Verdict:
 
 
 @functools.lru_cache
-def _right(case: Case) -> tuple[parity.Recording, Any]:
-    with jax.enable_x64(True):
-        rules = rules_for(case, case.model(case.config("float64")))
-    return candidate(case, "float64", 0, "jit"), rules
+def _right(case: Case, dtype: Dtype) -> tuple[parity.Recording, Any]:
+    with jax.enable_x64(dtype == "float64"):
+        rules = rules_for(case, case.model(case.config(dtype)))
+    return candidate(case, dtype, 0, "jit"), rules
 
 
 def _loss(fault: LossFault, case: Case) -> parity.Verdict:
-    found, rules = _right(case)
+    found, rules = _right(case, "float64")
     value = fault.loss(case, found.outputs["/logits"], found.inputs["labels"])
     wrong = dataclasses.replace(found, losses={"loss": np.asarray([value])})
     return parity.compare(reference(case, "float64", 0), wrong, rules)
 
 
-def _update(fault: OptimizerFault, case: Case) -> parity.Verdict:
-    found, rules = _right(case)
-    with jax.enable_x64(True):
+def _update(fault: OptimizerFault, case: Case, dtype: Dtype) -> parity.Verdict:
+    found, rules = _right(case, dtype)
+    with jax.enable_x64(dtype == "float64"):
         parameters, gradients = (
             {name: jnp.asarray(array) for name, array in section.items()}
             for section in (found.parameters, found.gradients)
@@ -131,7 +138,8 @@ def _update(fault: OptimizerFault, case: Case) -> parity.Verdict:
         wrong = dataclasses.replace(
             found, updates={name: np.asarray(update) for name, update in updates.items()}, moments=moments
         )
-    return parity.compare(reference(case, "float64", 0), wrong, rules)
+    truth = _truth(case, dtype, lambda recording: recording)
+    return parity.compare(reference(case, dtype, 0), wrong, rules, truth=truth)
 
 
 def _batches(case: Case) -> list[dict[str, np.ndarray]]:

@@ -27,8 +27,9 @@ APART = ["checkpoint", "tokenizer", "data", "parity"]
 NO_MODELS = ["losses", "optimizers", "schedules"]
 # Of parity, the only files that may import a package: the rest knows arrays, names and files.
 PARITY_OWNERS = {
-    "flax": ["parity/flax_calls.py", "parity/flax_program.py", "parity/flax_recorder.py"],
+    "flax": ["parity/conditioning.py", "parity/flax_calls.py", "parity/flax_program.py", "parity/flax_recorder.py"],
     "jax": [
+        "parity/conditioning.py",
         "parity/emulation.py",
         "parity/flax_calls.py",
         "parity/flax_program.py",
@@ -42,7 +43,7 @@ OWNERS = {
     "orbax": ["checkpoint.py"],
     "tensorboardX": ["commands/tensorboard.py"],
     "tiktoken": ["tokenizer.py"],
-    "torch": ["parity/torch_recorder.py", "weights/torch_files.py"],
+    "torch": ["parity/torch_calls.py", "parity/torch_recorder.py", "weights/torch_files.py"],
 }
 
 
