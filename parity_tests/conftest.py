@@ -6,6 +6,8 @@ from pathlib import Path
 
 # Before JAX starts: tests are for the CPU, whatever else the machine has.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Before PyTorch starts: its threads wait busily, and one test process a core leaves them nothing to run on.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import jax
 import pytest
