@@ -52,10 +52,14 @@ def candidate(case: Case, dtype: Dtype, seed: int, execution: Execution) -> pari
         )
 
 
+def without(recording: parity.Recording, *sections: str) -> parity.Recording:
+    """The recording without some of its sections."""
+    return dataclasses.replace(recording, **{section: {} for section in sections})
+
+
 def forward_only(recording: parity.Recording) -> parity.Recording:
     """The recording without what was learned."""
-    learned = ("losses", "gradients", "activation_gradients", "updates", "moments")
-    return dataclasses.replace(recording, **{section: {} for section in learned})
+    return without(recording, "losses", "gradients", "activation_gradients", "updates", "moments")
 
 
 @functools.lru_cache(maxsize=32)

@@ -31,7 +31,7 @@ def reference(case: Case, dtype: str, seed: int) -> parity.Recording:
     folder = os.environ.get("PARITY_RECORDINGS")
     path = Path(folder) / f"{case.name}-{dtype}-{seed}" if folder and case.size == "small" else None
     if HAS_TORCH:
-        recording = _record(case, dtype, seed)
+        recording = record(case, dtype, seed)
         if path is not None and not path.exists():
             recording.save(path)
         return recording
@@ -63,7 +63,8 @@ def as_tensors(inputs: Mapping[str, np.ndarray]) -> "dict[str, torch.Tensor]":
     return {name: torch.from_numpy(array.astype(np.int64)) for name, array in inputs.items()}
 
 
-def _record(case: Case, dtype: str, seed: int) -> parity.Recording:
+def record(case: Case, dtype: str, seed: int) -> parity.Recording:
+    """The recording, made now."""
     module, inputs = module_and_inputs(case, seed)
     masks = case.reference_masks(as_tensors(inputs))
     return parity.record_torch(

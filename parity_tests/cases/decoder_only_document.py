@@ -53,7 +53,8 @@ def _config(dtype, *, vocab_size, d_model=64, num_heads=4, context_len=16):
     )
 
 
-def _case(name, size, *, B, **sizes):  # noqa: N803
+def document_case(name, size, *, B, **sizes):  # noqa: N803
+    """The document at these sizes."""
     return Case(
         name=name,
         size=size,
@@ -72,6 +73,6 @@ def _case(name, size, *, B, **sizes):  # noqa: N803
 
 
 CASES = (
-    _case("decoder_only_odd", "small", B=3, vocab_size=37, d_model=20, num_heads=5, context_len=7),
-    _case("decoder_only_document", "document", B=4, vocab_size=199_854),
+    document_case("decoder_only_odd", "small", B=3, vocab_size=37, d_model=20, num_heads=5, context_len=7),
+    document_case("decoder_only_document", "document", B=4, vocab_size=199_854),
 )

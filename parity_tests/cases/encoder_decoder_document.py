@@ -95,7 +95,8 @@ def _config(dtype, *, src_vocab, tgt_vocab, d_model=512, d_ff=2048, h=8, N=6):  
     )
 
 
-def _case(name, size, *, B, S, T, **sizes):  # noqa: N803
+def document_case(name, size, *, B, S, T, **sizes):  # noqa: N803
+    """The document at these sizes."""
     return Case(
         name=name,
         size=size,
@@ -119,6 +120,8 @@ def _case(name, size, *, B, S, T, **sizes):  # noqa: N803
 
 
 CASES = (
-    _case("encoder_decoder_odd", "small", B=3, S=9, T=7, src_vocab=11, tgt_vocab=13, d_model=20, d_ff=28, h=5, N=2),
-    _case("encoder_decoder_document", "document", B=3, S=11, T=10, src_vocab=100, tgt_vocab=120),
+    document_case(
+        "encoder_decoder_odd", "small", B=3, S=9, T=7, src_vocab=11, tgt_vocab=13, d_model=20, d_ff=28, h=5, N=2
+    ),
+    document_case("encoder_decoder_document", "document", B=3, S=11, T=10, src_vocab=100, tgt_vocab=120),
 )

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+from parity_tests.faults.documents import PAGE, table
 from parity_tests.faults.planting import FAULTS
 from parity_tests.references import needs_torch
 
@@ -18,6 +19,10 @@ def test_the_library_example_runs():
     assert names["logits"].shape == (4, 16, 1000)
     assert names["text"].shape == (4, 25)
     assert names["arrays"].keys() == names["reference"].state_dict().keys()
+
+
+def test_the_table_of_what_is_caught_is_that_of_the_kill_matrix():
+    assert table() in PAGE.read_text(encoding="utf-8"), "run python -m parity_tests.faults.documents"
 
 
 def test_the_number_of_planted_mistakes_is_the_one_that_readme_gives():
