@@ -17,7 +17,10 @@ TINY = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "devices"), [("jit", 1), ("pmap", 2), ("pmap", 3)])
+@pytest.mark.parametrize(
+    ("kind", "devices"),
+    [pytest.param("jit", 1, marks=pytest.mark.slow), ("pmap", 2), pytest.param("pmap", 3, marks=pytest.mark.slow)],
+)
 def test_a_run_that_is_killed_and_resumed_is_the_run_that_was_not(tmp_path, kind, devices):
     pairs = tmp_path / "pairs.tsv"
     pairs.write_text("".join(f"{source}\t{target}\n" for source, target in sentences()))

@@ -80,7 +80,7 @@ def pairs() -> Iterator[list[Pair]]:
         process.communicate()
 
 
-@pytest.mark.parametrize("kind", ["jit", "pmap"])
+@pytest.mark.parametrize("kind", [pytest.param("jit", marks=pytest.mark.slow), "pmap"])
 def test_two_processes_take_the_steps_of_one_and_go_on_bit_for_bit(pairs, text, tmp_path, kind):
     options = ["--data", text, *TINY, *STEPS]
     assert call(train.main, *options, "--output", tmp_path / "one")[0] == 0
@@ -101,7 +101,14 @@ def test_two_processes_take_the_steps_of_one_and_go_on_bit_for_bit(pairs, text, 
     assert curve(tmp_path / "two") == two
 
 
-@pytest.mark.parametrize("told", [[0], [1], [0, 1]], ids=["the first", "the second", "both"])
+@pytest.mark.parametrize(
+    "told",
+    [
+        pytest.param([0], id="the first", marks=pytest.mark.slow),
+        pytest.param([1], id="the second"),
+        pytest.param([0, 1], id="both", marks=pytest.mark.slow),
+    ],
+)
 def test_a_signal_to_either_of_two_processes_stops_both_at_once_with_the_last_step_saved(pairs, text, tmp_path, told):
     """Long before a step is logged again."""
     output = tmp_path / "run"
@@ -119,6 +126,7 @@ def test_a_signal_to_either_of_two_processes_stops_both_at_once_with_the_last_st
     assert [entry["step"] for entry in metrics_of(output)] == [1]
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_in_the_first_process_ends_both(pairs, text, tmp_path):
     output = tmp_path / "run"
     pairs.append(Pair("--data", text, *TINY, *LONG, "--log-every", "1", "--output", output))
