@@ -68,9 +68,26 @@ RECIPE = Recipe(
     ),
 )
 
+
+def _gentle(count: int) -> float:
+    return 0.1 * 20**-0.5 * min((count + 1) ** -0.5, (count + 1) * 40**-1.5)
+
+
+# The same for 200 steps. With RECIPE's rates, up to 0.035, training is chaotic: PyTorch against itself, on the same batch in
+# another order, goes from 2e-15 to 8e-10 in the loss of the GPT within 200 steps, and a port's difference would say nothing.
+GENTLE = Recipe(
+    name="AdamW with a mask, clipping, gentle Noam",
+    optimizer=_matrices_decay,
+    schedule=_scheduler("LambdaLR", _gentle),
+    max_norm=0.5,
+    transformation=optimizers.adamw(
+        optimizers.noam(20, warmup_steps=40, factor=0.1), b1=0.9, b2=0.98, eps=1e-9, weight_decay=0.3, max_norm=0.5
+    ),
+)
+
 # The rung of training.
 RECIPES = (
-    RECIPE,
+    GENTLE,
     Recipe(
         name="SGD, linear",
         optimizer=_torch("SGD", lr=0.05, weight_decay=0.01),

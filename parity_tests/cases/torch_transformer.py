@@ -187,7 +187,8 @@ def _case(name, *, norm_first):
         model_masks=lambda inputs: dict(
             zip(("source", "target"), _pair_masks(inputs["source"], inputs["target"]), strict=True)
         ),
-        decode_reference=_translate,
+        # Untrained, a pre-norm model with a tied output repeats the token that it was given, which proves nothing.
+        decode_reference=None if norm_first else _translate,
         decode_model=lambda model, source, target, labels: translate_greedy(
             model, source, masks.padding_mask(source), start_id=START_ID, length=DECODED_LENGTH
         ),
