@@ -8,7 +8,6 @@ from flax_transformer.layers import sinusoidal_table
 from parity_tests.ladder import CLIMBS, require
 from parity_tests.references import needs_torch
 
-
 # A learned table is a parameter.
 TABLES = [climb for climb in CLIMBS if climb.values[0].config("float32").position_table != "learned"]
 
