@@ -4,6 +4,7 @@ import pytest
 
 from flax_transformer import parity
 from parity_tests.faults import ALL, DECODER_ONLY, Fault, LossFault, OptimizerFault, TrainingFault
+from parity_tests.faults.detection import failed
 from parity_tests.faults.learning import right_but, right_loss
 from parity_tests.faults.planting import CASES, FAULTS, expected, verdict_on
 from parity_tests.faults.sources import SOURCES
@@ -73,3 +74,10 @@ def test_every_mistake_has_a_name_of_its_own_and_a_place_in_the_matrix():
         "run python -m parity_tests.faults --write, and read what it wrote"
     )
     assert not SOURCES.keys() - set(names), "a source of no mistake"
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_a_mistake_with_a_size_is_caught_down_to_a_size_and_no_further(dtype):
+    assert "modules" in failed("scale of the scores", 0, dtype)
+    assert "modules" in failed("scale of the scores", {"float64": -10, "float32": -4}[dtype], dtype)
+    assert not failed("scale of the scores", -16, dtype)

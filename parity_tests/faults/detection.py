@@ -3,6 +3,7 @@
 ``python -m parity_tests.faults.detection`` prints the table of docs/kill-matrix.md.
 """
 
+import dataclasses
 import functools
 import math
 import sys
@@ -25,8 +26,6 @@ RUNGS: tuple[RungName, ...] = ("modules", "output", "loss", "backward", "gradien
 
 def _eps(size: float) -> Fault:
     def config(right):
-        import dataclasses
-
         return dataclasses.replace(right, norm_eps=right.norm_eps * (1 + size))
 
     return Fault(name="eps of the norm", cases=(), config=config, backward=True)
