@@ -32,6 +32,13 @@ def float64() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module", autouse=True)
+def programs_do_not_pile_up() -> Iterator[None]:
+    """Thousands of compiled programs take gigabytes; the next module finds what it needs again on disk."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture(autouse=True)
 def no_switch_is_left_on() -> Iterator[None]:
     yield

@@ -25,7 +25,7 @@ HAS_TORCH = importlib.util.find_spec("torch") is not None
 needs_torch = pytest.mark.skipif(not HAS_TORCH, reason="needs PyTorch beside JAX in one process")
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=40)  # the 16 seeds of a case in two types, and not many large ones
 def reference(case: Case, dtype: str, seed: int) -> parity.Recording:
     """The recording of the case's PyTorch module with weights and inputs drawn from ``seed``."""
     folder = os.environ.get("PARITY_RECORDINGS")
