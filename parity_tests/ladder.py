@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -17,21 +18,33 @@ from parity_tests.references import reference
 Execution = Literal["eager", "jit"]
 POOLED_SEEDS = range(16)
 
-CLIMBS = [
-    pytest.param(
-        case,
-        dtype,
-        execution,
-        id=f"{case}-{dtype}-{execution}",
-        # One worker climbs a case, and every rung then looks at what it found.
-        marks=[pytest.mark.xdist_group(case.name), *[pytest.mark.document_size] * large],
-    )
-    for case in all_cases()
-    for large in [case.size == "document"]
-    for dtype in ("float64", "float32")
-    # Operation by operation as well as compiled as a whole; at the documents' own sizes compiled only, to save minutes.
-    for execution in (("jit",) if large else ("eager", "jit"))
-]
+
+def climbs(
+    *, of: Callable[[Case], bool] = lambda case: True, executions: Sequence[Execution] = ("eager", "jit")
+) -> list[Any]:
+    """Parameters (case, dtype, execution) of the tests of a rung, for the cases wanted."""
+    return [
+        pytest.param(
+            case,
+            dtype,
+            execution,
+            id=f"{case}-{dtype}-{execution}",
+            # One worker climbs a case, and every rung then looks at what it found.
+            marks=[pytest.mark.xdist_group(case.name), *[pytest.mark.document_size] * (case.size == "document")],
+        )
+        for case in all_cases()
+        if of(case)
+        for dtype in ("float64", "float32")
+        for execution in executions
+        # Operation by operation as well as compiled as a whole; at the documents' own sizes compiled only, to save minutes.
+        if execution == "jit" or case.size == "small"
+    ]
+
+
+CLIMBS = climbs()
+LEARNING_CLIMBS = climbs(executions=["jit"])
+# An update looks at each element by itself, so that sizes tell nothing new, and a vocabulary of 200k costs minutes.
+UPDATE_CLIMBS = climbs(of=lambda case: case.size == "small", executions=["jit"])
 
 
 def candidate(case: Case, dtype: Dtype, seed: int, execution: Execution) -> parity.Recording:
@@ -89,8 +102,3 @@ def require(case: Case, dtype: Dtype, execution: Execution, name: str) -> parity
     assert found, f"nothing was compared on rung {name}:\n{climbed}"
     assert found[0].passed, climbed
     return found[0]
-
-
-LEARNING_CLIMBS = [climb for climb in CLIMBS if climb.values[2] == "jit"]
-# An update looks at each element by itself, so that sizes tell nothing new, and a vocabulary of 200k costs minutes.
-UPDATE_CLIMBS = [climb for climb in LEARNING_CLIMBS if climb.values[0].size == "small"]

@@ -5,11 +5,11 @@ import pytest
 
 from flax_transformer import parity
 from flax_transformer.layers import sinusoidal_table
-from parity_tests.ladder import CLIMBS, require
+from parity_tests.ladder import climbs, require
 from parity_tests.references import needs_torch
 
 # A learned table is a parameter.
-TABLES = [climb for climb in CLIMBS if climb.values[0].config("float32").position_table != "learned"]
+TABLES = climbs(of=lambda case: case.config("float32").position_table != "learned")
 
 
 @pytest.mark.parametrize(("case", "dtype", "execution"), TABLES)
