@@ -9,7 +9,7 @@ import importlib.util
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -66,7 +66,7 @@ def as_tensors(inputs: Mapping[str, np.ndarray]) -> "dict[str, torch.Tensor]":
 def record(case: Case, dtype: str, seed: int) -> parity.Recording:
     """The recording, made now."""
     module, inputs = module_and_inputs(case, seed)
-    training = dict(optimizer=RECIPE.optimizer, schedule=RECIPE.schedule, max_norm=RECIPE.max_norm)
+    training: dict[str, Any] = dict(optimizer=RECIPE.optimizer, schedule=RECIPE.schedule, max_norm=RECIPE.max_norm)
     return parity.record_torch(
         module,
         inputs,
