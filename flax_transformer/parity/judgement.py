@@ -66,11 +66,7 @@ def judge_values(samples: Sequence[Sample]) -> Finding:
     """The meaning rule without a truth, the arithmetic rule with one, for forward results. Shapes must be equal."""
     if not is_floating(samples[0].reference):
         return judge_equal(samples)
-    return (
-        _judge_misplaced(samples)
-        or (samples[0].truth is None and _judge_float32_misses(samples[0]))
-        or judge_learned(samples)
-    )
+    return _judge(samples, tolerances.MEANING, equal_in_float32=True)
 
 
 def judge_learned(samples: Sequence[Sample], *, part: float = tolerances.MEANING) -> Finding:
@@ -79,11 +75,7 @@ def judge_learned(samples: Sequence[Sample], *, part: float = tolerances.MEANING
     Args:
         part: what a difference may be of the scale, without a truth.
     """
-    if misplaced := _judge_misplaced(samples):
-        return misplaced
-    if samples[0].truth is None:
-        return _judge_meaning(samples[0], part)
-    return _judge_arithmetic(samples)
+    return _judge(samples, part, equal_in_float32=False)
 
 
 def judge_position_table(reference: np.ndarray, candidate: np.ndarray, *, frequencies: np.ndarray) -> Finding:
@@ -108,27 +100,17 @@ def judge_position_table(reference: np.ndarray, candidate: np.ndarray, *, freque
     )
 
 
-def _judge_misplaced(samples: Sequence[Sample]) -> Finding | None:
+def _judge(samples: Sequence[Sample], part: float, *, equal_in_float32: bool) -> Finding:
     for sample in samples:
         if misplaced := tolerances.misplaced(sample.reference, sample.candidate):
             detail = f"{misplaced} elements are NaN or infinite on one side only, or have another sign of infinity"
             return Finding(False, detail, measure(sample.reference, sample.candidate))
-    return None
+    if samples[0].truth is None:
+        return _judge_meaning(samples[0], part, equal_in_float32=equal_in_float32)
+    return _judge_arithmetic(samples)
 
 
-def _judge_float32_misses(sample: Sample) -> Finding | None:
-    scale = tolerances.scale(sample.reference)
-    measures = measure(sample.reference, sample.candidate)
-    noise = tolerances.STRADDLING * tolerances.UNIT_ROUNDOFF["float64"] * scale
-    misses = tolerances.float32_misses(sample.reference, sample.candidate, forgiven=noise)
-    allowed = tolerances.MEANING * scale
-    if not misses or measures.max_abs > allowed:
-        return None
-    detail = f"{misses} elements differ after rounding to float32 (the largest difference is {measures.max_abs:.2g})"
-    return Finding(False, detail, measures, allowed, measures.max_abs)
-
-
-def _judge_meaning(sample: Sample, part: float) -> Finding:
+def _judge_meaning(sample: Sample, part: float, *, equal_in_float32: bool) -> Finding:
     measures = measure(sample.reference, sample.candidate)
     scale = tolerances.scale(sample.reference) if sample.scale is None else sample.scale
     allowed = part * scale
@@ -137,6 +119,10 @@ def _judge_meaning(sample: Sample, part: float) -> Finding:
     if error > allowed:
         at = f" at {list(measures.where)}" if sample.counted is None else ""
         return Finding(False, f"differs by {error:.2g}{at}, allowed {allowed:.2g}", measures, allowed, error)
+    noise = tolerances.STRADDLING * tolerances.UNIT_ROUNDOFF["float64"] * scale
+    if equal_in_float32 and (misses := tolerances.float32_misses(sample.reference, sample.candidate, forgiven=noise)):
+        detail = f"{misses} elements differ after rounding to float32 (the largest difference is {error:.2g})"
+        return Finding(False, detail, measures, allowed, error)
     relative = error / scale if scale else 0.0
     return Finding(True, f"differs by {relative:.2g} of the scale", measures, allowed, error)
 
