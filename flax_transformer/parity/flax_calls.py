@@ -3,7 +3,7 @@
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -12,9 +12,7 @@ import numpy as np
 from flax import nnx
 from jax.extend.core import get_opaque_trace_state
 
-from flax_transformer.parity.recording import activation_key, flatten
-
-Masks = Mapping[str, np.ndarray] | Sequence[np.ndarray]
+from flax_transformer.parity.recording import Masks, activation_key, flatten, given_mask, require_all_used
 
 
 class Watch:
@@ -80,8 +78,7 @@ class Watch:
                 f"(jit, scan, vmap, remat) or made during the call: {'; '.join(sorted(self._hidden))}; "
                 "record the model without it"
             )
-        if self._dropout is not None and len(self.masks) != len(self._dropout):
-            raise ValueError(f"dropout holds {len(self._dropout)} masks, and the model has {len(self.masks)} sites")
+        require_all_used(self._dropout, len(self.masks))
 
     def _wrapped(self, cls: type, original: Any) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -127,21 +124,13 @@ class Watch:
         path = self._paths[id(module)]
         key = activation_key(path, self._sites[path])
         self._sites[path] += 1
-        # What it keeps depends on its key and the shape alone, so that ones show it.
-        drawn = self._given(key, x.shape)
-        keep = bound(jnp.ones_like(x), deterministic=False, **kwargs) != 0 if drawn is None else jnp.asarray(drawn)
+        if self._dropout is None:
+            # What it keeps depends on its key and the shape alone, so that ones show it.
+            keep = bound(jnp.ones_like(x), deterministic=False, **kwargs) != 0
+        else:
+            keep = jnp.asarray(given_mask(self._dropout, key, len(self.masks), x.shape))
         self.masks[key] = keep
         return x * (keep.astype(x.dtype) / jnp.asarray(1 - module.rate, x.dtype))
-
-    def _given(self, key: str, shape: tuple[int, ...]) -> np.ndarray | None:
-        given, place = self._dropout, len(self.masks)
-        if given is None:
-            return None
-        mask = given.get(key) if isinstance(given, Mapping) else (given[place] if place < len(given) else None)
-        if mask is None or mask.shape != shape:
-            found = "none" if mask is None else f"one of shape {mask.shape}"
-            raise ValueError(f"dropout needs a mask of shape {shape} for the site {key}, got {found}")
-        return np.asarray(mask) != 0
 
 
 @jax.custom_vjp

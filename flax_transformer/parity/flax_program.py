@@ -4,7 +4,7 @@ import contextlib
 import contextvars
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import jax
@@ -158,14 +158,6 @@ def shared_traces() -> Iterator[None]:
         yield
     finally:
         _shared_traces.reset(token)
-
-
-def names_of(parts: Iterable[tuple[str, Any]]) -> dict[str, tuple[str, ...]]:
-    """Canonical name, the first -> every name of the same object."""
-    groups: dict[int, list[str]] = {}
-    for path, part in parts:
-        groups.setdefault(id(part), []).append(path)
-    return {paths[0]: tuple(paths) for paths in groups.values()}
 
 
 def cast(value: Any, dtype: str) -> Any:

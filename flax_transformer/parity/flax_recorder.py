@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from flax_transformer.parity.flax_calls import Masks, value_of, walk
+from flax_transformer.parity.flax_calls import value_of, walk
 from flax_transformer.parity.flax_program import (
     Mode,
     Named,
@@ -19,12 +19,20 @@ from flax_transformer.parity.flax_program import (
     Traces,
     cast,
     current_traces,
-    names_of,
     observe,
     observe_gradients,
     split,
 )
-from flax_transformer.parity.recording import Recording, as_batches, as_inputs, as_masks, flatten, name_batches
+from flax_transformer.parity.recording import (
+    Masks,
+    Recording,
+    as_batches,
+    as_inputs,
+    as_masks,
+    flatten,
+    name_batches,
+    names_of,
+)
 
 Execution = Literal["eager", "jit"]
 

@@ -7,7 +7,7 @@ version, the order of the names, the aliases, the provenance, and the size and S
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ else:
 
 Arrays = Mapping[str, np.ndarray]
 Names = Mapping[str, tuple[str, ...]]
+Masks = Mapping[str, np.ndarray] | Sequence[np.ndarray]
 
 FORMAT = "flax_transformer.parity recording"
 VERSION = 2
@@ -276,6 +277,33 @@ def split_activation_key(key: str) -> tuple[str, int]:
     """The module path and the call number in an ``activation_key``."""
     path, _, rest = key.partition("#")
     return path, int(rest.partition("/")[0])
+
+
+def names_of(parts: Iterable[tuple[str, Any]]) -> dict[str, tuple[str, ...]]:
+    """Canonical name, the first -> every name of the same object."""
+    groups: dict[int, list[str]] = {}
+    for name, part in parts:
+        groups.setdefault(id(part), []).append(name)
+    return {names[0]: tuple(names) for names in groups.values()}
+
+
+def given_mask(given: Masks, key: str, place: int, shape: tuple[int, ...]) -> np.ndarray:
+    """The mask for the site ``key``, the ``place``-th that drops something: by its name, or in order; True = kept.
+
+    Raises:
+        ValueError: there is none, or one of another shape.
+    """
+    mask = given.get(key) if isinstance(given, Mapping) else (given[place] if place < len(given) else None)
+    if mask is None or tuple(mask.shape) != shape:
+        found = "none" if mask is None else f"one of shape {tuple(mask.shape)}"
+        raise ValueError(f"dropout needs a mask of shape {shape} for the site {key}, got {found}")
+    return np.asarray(mask) != 0
+
+
+def require_all_used(given: Masks | None, sites: int) -> None:
+    """Raise if there are more masks than sites that drop something."""
+    if given is not None and sites != len(given):
+        raise ValueError(f"dropout holds {len(given)} masks, and the model has {sites} sites")
 
 
 def flatten(value: Any, leaf_type: type | tuple[type, ...], suffix: str = "") -> Iterator[tuple[str, Any]]:

@@ -3,18 +3,16 @@
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import numpy as np
 
-from flax_transformer.parity.recording import BFLOAT16, activation_key, flatten
+from flax_transformer.parity.recording import BFLOAT16, Masks, activation_key, flatten, given_mask, require_all_used
 
 if TYPE_CHECKING:
     import torch
-
-Masks = Mapping[str, np.ndarray] | Sequence[np.ndarray]
 
 
 class Watch:
@@ -50,8 +48,7 @@ class Watch:
         finally:
             for handle in handles:
                 handle.remove()
-        if self._given is not None and len(self.masks) != len(self._given):
-            raise ValueError(f"dropout holds {len(self._given)} masks, and the model has {len(self.masks)} sites")
+        require_all_used(self._given, len(self.masks))
 
     def _entering(self, path: str) -> Callable[..., None]:
         return lambda _module, _args: self._running.append(path)
@@ -103,13 +100,7 @@ class Watch:
         if self._given is None:
             # The mask depends on the generator and the shape alone, so that ones show what would have been drawn.
             return to_numpy(torch.dropout(torch.ones_like(input), p, True)) != 0
-        given = self._given
-        place = len(self.masks)
-        mask = given.get(key) if isinstance(given, Mapping) else (given[place] if place < len(given) else None)
-        if mask is None or tuple(mask.shape) != tuple(input.shape):
-            found = "none" if mask is None else f"one of shape {tuple(mask.shape)}"
-            raise ValueError(f"dropout needs a mask of shape {tuple(input.shape)} for the site {key}, got {found}")
-        return np.asarray(mask) != 0
+        return given_mask(self._given, key, len(self.masks), tuple(input.shape))
 
     def _attention(self, original: Callable[..., Any]) -> Callable[..., Any]:
         import torch

@@ -3,13 +3,22 @@
 import contextlib
 import copy
 import platform
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from flax_transformer.parity.recording import Recording, as_batches, as_inputs, as_masks, flatten, name_batches
-from flax_transformer.parity.torch_calls import Masks, Watch, to_numpy, to_tensor, unfused
+from flax_transformer.parity.recording import (
+    Masks,
+    Recording,
+    as_batches,
+    as_inputs,
+    as_masks,
+    flatten,
+    name_batches,
+    names_of,
+)
+from flax_transformer.parity.torch_calls import Watch, to_numpy, to_tensor, unfused
 
 if TYPE_CHECKING:
     import torch
@@ -79,9 +88,9 @@ def record_torch(
     arrays = as_inputs(inputs, dtype)
     later = as_batches(batches, inputs, dtype)
     copied = _copy(module).to(getattr(torch, dtype)).train(mode == "train")
-    module_names = _names(module.named_modules(remove_duplicate=False))
-    parameter_names = _names(module.named_parameters(remove_duplicate=False))
-    buffer_names = _names(module.named_buffers(remove_duplicate=False))
+    module_names = names_of(module.named_modules(remove_duplicate=False))
+    parameter_names = names_of(module.named_parameters(remove_duplicate=False))
+    buffer_names = names_of(module.named_buffers(remove_duplicate=False))
     parameters, buffers = (dict(named) for named in (copied.named_parameters(), copied.named_buffers()))
     device = next((tensor.device for tensor in [*parameters.values(), *buffers.values()]), torch.device("cpu"))
 
@@ -261,14 +270,6 @@ def _copy(module: "torch.nn.Module") -> "torch.nn.Module":
     copied = copy.deepcopy(module, {id(value): value.detach().clone() for value in results if not value.is_leaf})
     copied.zero_grad(set_to_none=True)
     return copied
-
-
-def _names(named: Iterable[tuple[str, object]]) -> dict[str, tuple[str, ...]]:
-    """Canonical name, the first -> every name of the same object."""
-    groups: dict[int, list[str]] = {}
-    for name, item in named:
-        groups.setdefault(id(item), []).append(name)
-    return {names[0]: tuple(names) for names in groups.values()}
 
 
 def _scalar(value: "torch.Tensor") -> "torch.Tensor":
