@@ -56,6 +56,11 @@ def module_and_inputs(case: Case, seed: int) -> "tuple[torch.nn.Module, dict[str
     return module, case.inputs(np.random.default_rng(seed))
 
 
+def later_batches(case: Case) -> list[dict[str, np.ndarray]]:
+    """What the training steps after the first take in turn; the first takes the inputs of the seed."""
+    return [case.inputs(np.random.default_rng(seed)) for seed in (1, 2, 3)]
+
+
 def as_tensors(inputs: Mapping[str, np.ndarray]) -> "dict[str, torch.Tensor]":
     """Token ids as PyTorch wants them."""
     import torch

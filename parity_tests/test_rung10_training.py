@@ -8,7 +8,7 @@ from flax_transformer import parity
 from flax_transformer.config import Dtype
 from parity_tests.cases import Case, all_cases, load_reference, model_loss, reference_loss, rules_for
 from parity_tests.recipes import GENTLE, RECIPES, STEPS, Recipe
-from parity_tests.references import module_and_inputs, needs_torch
+from parity_tests.references import later_batches, module_and_inputs, needs_torch
 
 SMALL = [case for case in all_cases() if case.size == "small"]
 # Every recipe on the quickest case, the one with everything in it on all.
@@ -23,11 +23,6 @@ DOCUMENTS = [
     if case.name in ("decoder_only_odd", "encoder_decoder_odd")
 ]
 SEED = 0
-
-
-def batches(case: Case) -> list[dict[str, np.ndarray]]:
-    """What the steps after the first take in turn; the first takes the inputs of the seed."""
-    return [case.inputs(np.random.default_rng(seed)) for seed in (1, 2, 3)]
 
 
 def permuted(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -47,7 +42,7 @@ def train_reference(case: Case, recipe: Recipe, dtype: Dtype, *, order=lambda ba
         schedule=recipe.schedule,
         max_norm=recipe.max_norm,
         steps=STEPS,
-        batches=[order(batch) for batch in batches(case)],
+        batches=[order(batch) for batch in later_batches(case)],
     )
 
 
@@ -65,7 +60,7 @@ def train_model(case: Case, recipe: Recipe, reference: parity.Recording) -> pari
             loss=model_loss(case),
             optimizer=recipe.transformation,
             steps=STEPS,
-            batches=batches(case),
+            batches=later_batches(case),
         )
 
 

@@ -22,7 +22,7 @@ from parity_tests.faults.forward import FORWARD
 from parity_tests.faults.learning import LOSSES, OPTIMIZERS, TRAINING
 from parity_tests.ladder import candidate, forward_only
 from parity_tests.recipes import RECIPE
-from parity_tests.references import module_and_inputs, reference
+from parity_tests.references import later_batches, module_and_inputs, reference
 
 CASES = {case.name: case for case in all_cases()}
 FAULTS: tuple[AnyFault, ...] = (*FORWARD, *LOSSES, *OPTIMIZERS, *TRAINING)
@@ -142,10 +142,6 @@ def _update(fault: OptimizerFault, case: Case, dtype: Dtype) -> parity.Verdict:
     return parity.compare(reference(case, dtype, 0), wrong, rules, truth=truth)
 
 
-def _batches(case: Case) -> list[dict[str, np.ndarray]]:
-    return [case.inputs(np.random.default_rng(seed)) for seed in (1, 2, 3)]
-
-
 @functools.lru_cache
 def _trained_reference(case: Case) -> parity.Recording:
     module, inputs = module_and_inputs(case, 0)
@@ -158,13 +154,13 @@ def _trained_reference(case: Case) -> parity.Recording:
         schedule=RECIPE.schedule,
         max_norm=RECIPE.max_norm,
         steps=STEPS,
-        batches=_batches(case),
+        batches=later_batches(case),
     )
 
 
 def _training(fault: TrainingFault, case: Case) -> parity.Verdict:
     recorded = _trained_reference(case)
-    right = {"optimizer": RECIPE.transformation, "batches": _batches(case)}
+    right = {"optimizer": RECIPE.transformation, "batches": later_batches(case)}
     with jax.enable_x64(True):
         model = case.model(case.config("float64"))
         load_reference(case, model, recorded)
