@@ -121,6 +121,11 @@ class Page:
         self.driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", element)
         element.click()
 
+    def wait_for(self, selector: str) -> None:
+        from selenium.webdriver.support.ui import WebDriverWait
+
+        WebDriverWait(self.driver, 20).until(lambda driver: driver.find_elements("css selector", selector))
+
     def type(self, selector: str, text: str) -> None:
         element = self.driver.find_element("css selector", selector)
         element.clear()
@@ -301,6 +306,7 @@ def test_hostile_names_are_text_and_every_section_shows(show):
     assert page.texts("#provenance tr.differs th") == ["framework ≠"]
     assert page.texts("#provenance tbody tr:last-child td") == [NOTHING, "x"]
     page.click("#matches-list summary")
+    page.wait_for("#matches-list tbody td")  # filled when the browser says that it is open, a little after the click
     assert page.texts("#matches-list tbody td") == [
         HOSTILE, f"{HOSTILE} + b", "same", "rule", "(the model itself)", "(the model itself)", "kernel", "name",
     ]  # fmt: skip
