@@ -20,13 +20,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from flax_transformer import parallel, training
+from flax_transformer import parallel, planning, training
 from flax_transformer.checkpoint import Checkpoints, RunDirectory, write_json, writing
 from flax_transformer.commands import runs
 from flax_transformer.commands.command_line import parse
 from flax_transformer.commands.decoder_only_job import prepare_decoder_only
 from flax_transformer.commands.encoder_decoder_job import prepare_encoder_decoder
 from flax_transformer.commands.jobs import Job, count_labels
+from flax_transformer.commands.plan import show
 from flax_transformer.commands.processes import Agreement, from_main_process, together
 from flax_transformer.commands.progress import Display, Pace, Report, StopSignal, display
 from flax_transformer.commands.records import UNWRITABLE, Records
@@ -49,11 +50,24 @@ class Run:
 def prepare(options: Options) -> tuple[Job, parallel.Layout]:
     """Reads the data and resolves every option. Builds no model and writes nothing."""
     layout = parallel.layout(options.device.parallel)
-    job = prepare_decoder_only(options) if isinstance(options, DecoderOnlyOptions) else prepare_encoder_decoder(options)
+    job = prepare_job(options)
     layout.check_batch_size(job.recipe.batch_size)
     if options.run.tensorboard and parallel.is_main_process():
         require_tensorboard()
     return job, layout
+
+
+def prepare_job(options: Options) -> Job:
+    return (
+        prepare_decoder_only(options) if isinstance(options, DecoderOnlyOptions) else prepare_encoder_decoder(options)
+    )
+
+
+def plan(options: Options, slice_name: str) -> int:
+    """Compiles the step for TPUs that are not here, and prints what it takes. Returns the exit status."""
+    target = planning.target(slice_name)
+    layout = parallel.layout(options.device.parallel, devices=target.devices)
+    return show(prepare_job(options), layout, target)
 
 
 def begin(run: Run) -> tuple[training.ModelStructure, training.TrainState, list[str]]:
@@ -243,7 +257,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status, whose meanings `python train.py --help` tells."""
     try:
         try:
-            run = set_up(list(sys.argv[1:] if arguments is None else arguments))
+            arguments = list(sys.argv[1:] if arguments is None else arguments)
+            options = parse(arguments)
+            if options.device.plan is not None:
+                return plan(options, options.device.plan)
+            run = set_up(options, arguments)
             begun = begin(run)
         except (ValueError, OSError) as error:
             return _fail(error, status=2)
@@ -259,9 +277,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail("interrupted", status=128 + signal.SIGINT)
 
 
-def set_up(arguments: Sequence[str]) -> Run:
-    """From the command line to all that is known before a model is built. Joins the other processes, if there are any."""
-    options = parse(arguments)
+def set_up(options: Options, arguments: Sequence[str]) -> Run:
+    """From the options to all that is known before a model is built. Joins the other processes, if there are any."""
     device = options.device
     parallel.initialise_distributed(
         device.distributed,

@@ -80,9 +80,18 @@ class Layout(abc.ABC):
         _check_devices(self.devices)
         self._mesh = Mesh(np.asarray(self.devices), (DATA,), axis_types=(AxisType.Auto,))
 
+    @property
+    def examples_multiple(self) -> int:
+        """What a batch size must be a multiple of: the number of devices that share its examples."""
+        return len(self.devices)
+
     @abc.abstractmethod
     def place_state(self, state: TrainState) -> TrainState:
         """A copy of the state on every device. Nothing of `state` is shared: a step deletes what it is given."""
+
+    @abc.abstractmethod
+    def abstract_state(self, state: TrainState) -> TrainState:
+        """The shapes and shardings of what `place_state` makes of a state, by its shapes. For `train_program`."""
 
     @abc.abstractmethod
     def unplace_state(self, state: TrainState) -> TrainState:
@@ -110,9 +119,20 @@ class Layout(abc.ABC):
         rows = (batch, np.arange(size, dtype=np.int32))
         return PlacedBatch(*jax.tree.map(lambda leaf: self._put_rows(np.asarray(leaf)), rows))
 
+    def abstract_batch(self, batch: Any) -> PlacedBatch:
+        """The shapes and shardings of what `place_batch` makes of a batch, by its shapes. For `train_program`.
+
+        Raises:
+            ValueError: see `check_batch_size`.
+        """
+        size = jax.tree.leaves(batch)[0].shape[0]
+        self.check_batch_size(size)
+        rows = (batch, jax.ShapeDtypeStruct((size,), np.int32))
+        return PlacedBatch(*jax.tree.map(self._abstract_rows, rows))
+
     def check_batch_size(self, batch_size: int) -> None:
         """Raises ValueError if so many examples, the global batch, cannot be spread equally over the devices."""
-        count = len(self.devices)
+        count = self.examples_multiple
         if batch_size < 1 or batch_size % count:
             below = batch_size // count * count
             sizes = " or ".join(str(size) for size in (below, below + count) if size > 0)
@@ -125,12 +145,22 @@ class Layout(abc.ABC):
         self, structure: ModelStructure, loss: LossFunction, optimizer: optax.GradientTransformation
     ) -> TrainStep:
         """`training.make_train_step` for this layout. It compiles when it is first called, and donates its state."""
+        return self._in_turn(self.train_program(structure, loss, optimizer))
+
+    def train_program(
+        self, structure: ModelStructure, loss: LossFunction, optimizer: optax.GradientTransformation
+    ) -> Any:
+        """What `compile_train_step` calls: a jitted function, which can be lowered for devices that are not here.
+
+        shapes = layout.abstract_state(state), layout.abstract_batch(batch)
+        compiled = layout.train_program(structure, loss, optimizer).lower(*shapes).compile()
+        """
         train_step = make_train_step(structure, loss, optimizer, reduce=self._reduce)
 
         def step(state: TrainState, placed: PlacedBatch) -> tuple[TrainState, Metrics]:
             return train_step(state, placed.batch, placed.examples)
 
-        return self._in_turn(self._compile_train(step))
+        return self._compile_train(step)
 
     def compile_eval_step(self, structure: ModelStructure, loss: LossFunction) -> EvalStep:
         """`training.make_eval_step` for this layout: the sums over the global batch, without dropout."""
@@ -144,6 +174,10 @@ class Layout(abc.ABC):
     @abc.abstractmethod
     def _put_rows(self, leaf: np.ndarray) -> jax.Array:
         """A leaf of a global batch, on the devices."""
+
+    @abc.abstractmethod
+    def _abstract_rows(self, leaf: Any) -> jax.ShapeDtypeStruct:
+        """The shape and sharding of what `_put_rows` makes of a leaf."""
 
     @abc.abstractmethod
     def _reduce(self, tree: Any) -> Any:
@@ -167,6 +201,9 @@ class Layout(abc.ABC):
 class JitLayout(Layout):
     """Global arrays on a mesh with the axis `DATA`: the compiler splits one program for the whole batch."""
 
+    def __str__(self) -> str:
+        return "jit"
+
     def __init__(self, devices: Devices) -> None:
         super().__init__(devices)
         self._everywhere = NamedSharding(self._mesh, PartitionSpec())
@@ -175,12 +212,18 @@ class JitLayout(Layout):
     def place_state(self, state: TrainState) -> TrainState:
         return jax.tree.map(lambda leaf: _put(leaf, self._everywhere), jax.device_get(state))
 
+    def abstract_state(self, state: TrainState) -> TrainState:
+        return jax.tree.map(lambda leaf: _abstract(leaf.shape, leaf.dtype, self._everywhere), state)
+
     def unplace_state(self, state: TrainState) -> TrainState:
         # Copied: on a CPU the array on the host may be the one that the next step deletes.
         return jax.tree.map(np.array, jax.device_get(state))
 
     def _put_rows(self, leaf: np.ndarray) -> jax.Array:
         return _put(leaf, self._rows)
+
+    def _abstract_rows(self, leaf: Any) -> jax.ShapeDtypeStruct:
+        return _abstract(leaf.shape, leaf.dtype, self._rows)
 
     def _reduce(self, tree: Any) -> Any:
         return tree  # the batch is whole
@@ -208,6 +251,7 @@ class PmapLayout(Layout):
         self._own = slice(own[0], own[-1] + 1)
         # The sharding of what pmap returns; an argument that has another one would be moved at every step.
         self._stacked = NamedSharding(self._mesh.local_mesh, PartitionSpec(DATA))
+        self._all = NamedSharding(self._mesh, PartitionSpec(DATA))
 
     def place_state(self, state: TrainState) -> TrainState:
         copies = len(self.devices[self._own])
@@ -215,12 +259,19 @@ class PmapLayout(Layout):
             lambda leaf: _put(np.broadcast_to(leaf, (copies, *leaf.shape)), self._stacked), jax.device_get(state)
         )
 
+    def abstract_state(self, state: TrainState) -> TrainState:
+        return jax.tree.map(lambda leaf: _abstract((len(self.devices), *leaf.shape), leaf.dtype, self._all), state)
+
     def unplace_state(self, state: TrainState) -> TrainState:
         first = jax.tree.map(lambda leaf: leaf.addressable_shards[0].data, state)
         return jax.tree.map(lambda leaf: np.array(leaf[0]), jax.device_get(first))
 
     def _put_rows(self, leaf: np.ndarray) -> jax.Array:
         return _put(np.reshape(leaf, (len(self.devices), -1, *leaf.shape[1:]))[self._own], self._stacked)
+
+    def _abstract_rows(self, leaf: Any) -> jax.ShapeDtypeStruct:
+        count = len(self.devices)
+        return _abstract((count, leaf.shape[0] // count, *leaf.shape[1:]), leaf.dtype, self._all)
 
     def _reduce(self, tree: Any) -> Any:
         return jax.lax.psum(tree, DATA)
@@ -341,6 +392,10 @@ def _put(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(array.shape, sharding, lambda index: np.array(array[index]))
 
 
+def _abstract(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+
 def _so_many(count: int) -> Devices:
     present, processes = jax.devices(), jax.process_count()
     if not 0 < count <= len(present):
@@ -364,8 +419,8 @@ def _check_devices(devices: Devices) -> None:
     if len(set(devices)) != len(devices):
         raise ValueError(f"the devices of a layout must differ, got {[device.id for device in devices]}.")
     held = {process: 0 for process in range(jax.process_count())}
-    for device in devices:
-        held[device.process_index] += 1
+    for device in devices:  # of other machines too, where a step is only planned
+        held[device.process_index] = held.get(device.process_index, 0) + 1
     if len(set(held.values())) > 1:
         raise ValueError(
             "every process must hold equally many devices of a layout; process "

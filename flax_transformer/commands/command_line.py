@@ -41,6 +41,9 @@ Everything about a run is kept in one directory, its --output: the resolved sett
 checkpoints, pictures and what the trained model wrote. A run that was stopped or killed goes on
 with --resume as if nothing had happened.
 
+--plan v5e:2x4 trains nothing: it compiles the step for TPUs that are not here and says whether it
+fits, and how long a step takes at least (exit status 0 if it fits, 1 if not).
+
 Exit status: 0 when the run is complete; 1 when its directory can no longer be written, or memory
 does not suffice; 2 for a mistake in what was asked for; 130 after Ctrl-C and 143 after SIGTERM,
 with the last finished step saved.

@@ -60,6 +60,7 @@ def prepare_decoder_only(options: DecoderOnlyOptions) -> Job:
         optimizer=recipe.make_optimizer(schedule),
         schedule=schedule,
         batch=lambda step: data.sample_batch(parts.train, **shape, seed=seed, step=step),
+        longest=recipe.context_length,
         validation=lambda: data.validation_batches(parts.validation, **shape),
         baseline=data.unigram_loss(parts.train, parts.validation, vocab_size=tokenizer.vocab_size),
         write_sample=write_sample,

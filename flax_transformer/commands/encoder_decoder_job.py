@@ -69,6 +69,7 @@ def prepare_encoder_decoder(options: EncoderDecoderOptions) -> Job:
         optimizer=recipe.make_optimizer(schedule),
         schedule=schedule,
         batch=batches.batch,
+        longest=batches.shapes[-1][1],
         validation=lambda: data.validation_pair_batches(held_out, batch_size=recipe.batch_size, buckets=recipe.buckets),
         baseline=data.unigram_loss(
             train.target.ids, np.insert(held_out.target.ids, 0, data.BEGIN_ID), vocab_size=vocab_size

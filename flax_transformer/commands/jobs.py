@@ -29,6 +29,7 @@ class Job:
         optimizer: with `schedule` inside.
         schedule: the learning rate, to be shown.
         batch: from the number of steps taken to the next batch.
+        longest: tokens in a row of the longest batches.
         validation: all validation batches, of the same batch size.
         baseline: nats per token that a model must be below.
         write_sample: from the trained model to what it has to show.
@@ -49,6 +50,7 @@ class Job:
     optimizer: optax.GradientTransformation
     schedule: optimizers.Schedule
     batch: Callable[[int], Any]
+    longest: int
     validation: Callable[[], Iterator[Any]]
     baseline: float
     write_sample: Callable[[Any], str]

@@ -126,6 +126,16 @@ class DeviceOptions:
             "the order in which numbers are added.",
         ),
     ] = "jit"
+    plan: Annotated[
+        str | None,
+        _option(
+            "SLICE",
+            "train here",
+            "Train nothing, but compile the step for a slice of TPUs that are not here, such as v5e:2x4, v6e:4x4 or "
+            "v5p:2x2x2, and print whether it fits, what the memory of a chip is taken by, the largest batch that fits, and "
+            "the least time that a step takes (extra `tpu`, for the compiler).",
+        ),
+    ] = None
     distributed: Literal["off", "auto"] = "off"
     """Whether to look for other processes in the surroundings."""
     coordinator: Annotated[str | None, _option("HOST:PORT", "none")] = None
@@ -227,7 +237,7 @@ COMMANDS: dict[str, type[DecoderOnlyOptions] | type[EncoderDecoderOptions]] = {
 }
 
 # What belongs to one launch, and not to the run.
-_OF_A_LAUNCH = {"config", "output", "resume", "distributed", "coordinator", "num_processes", "process_id"}
+_OF_A_LAUNCH = {"config", "output", "resume", "plan", "distributed", "coordinator", "num_processes", "process_id"}
 
 
 def flat(options: Any) -> dict[str, Any]:
