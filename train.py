@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from flax_transformer import parallel, planning, training
+from flax_transformer import distributed, parallel, planning, training
 from flax_transformer.checkpoint import Checkpoints, RunDirectory, write_json, writing
 from flax_transformer.commands import runs
 from flax_transformer.commands.command_line import parse
@@ -52,7 +52,7 @@ def prepare(options: Options) -> tuple[Job, parallel.Layout]:
     layout = parallel.layout(options.device.parallel)
     job = prepare_job(options)
     layout.check_batch_size(job.recipe.batch_size)
-    if options.run.tensorboard and parallel.is_main_process():
+    if options.run.tensorboard and distributed.is_main_process():
         require_tensorboard()
     return job, layout
 
@@ -76,7 +76,7 @@ def begin(run: Run) -> tuple[training.ModelStructure, training.TrainState, list[
     state = training.init_state(parameters, buffers, run.job.optimizer, seed=run.options.training.seed)
 
     def restore() -> tuple[training.TrainState, list[str]]:
-        if not parallel.is_main_process():
+        if not distributed.is_main_process():
             return state, []
         with Checkpoints(run.directory.checkpoints) as checkpoints:
             return runs.restore_newest(checkpoints, state)
@@ -91,7 +91,7 @@ def execute(run: Run, structure: training.ModelStructure, state: training.TrainS
     Raises:
         OSError: the directory of the run cannot be written any more; here or in another process.
     """
-    job, main, first = run.job, parallel.is_main_process(), int(state.step)
+    job, main, first = run.job, distributed.is_main_process(), int(state.step)
     together(lambda: describe(run, first) if main else None)
     with display(job.recipe.steps, process_index=jax.process_index()) as shown, StopSignal() as stop:
         for line in (*job.title, *notices):
@@ -203,7 +203,7 @@ def train(
 
 def open_records(run: Run, first: int) -> contextlib.AbstractContextManager[Records | None]:
     """What is kept of the steps after `first`: by process 0, in which everything is written."""
-    if not parallel.is_main_process():
+    if not distributed.is_main_process():
         return contextlib.nullcontext()
     keep, tensorboard = run.options.run.keep, run.options.run.tensorboard
     return Records(run.directory, step=first, keep=keep, tensorboard=tensorboard)
@@ -280,7 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def set_up(options: Options, arguments: Sequence[str]) -> Run:
     """From the options to all that is known before a model is built. Joins the other processes, if there are any."""
     device = options.device
-    parallel.initialise_distributed(
+    distributed.initialise_distributed(
         device.distributed,
         coordinator=device.coordinator,
         num_processes=device.num_processes,
@@ -304,7 +304,7 @@ def _fail(problem: object, *, status: int) -> int:
 
 def claim(options: Options, job: Job) -> RunDirectory:
     """The directory of the run, which process 0 alone touches."""
-    if not parallel.is_main_process():
+    if not distributed.is_main_process():
         return RunDirectory(options.run.output or Path("runs"))
     return runs.open_directory(options.run.output, job.record, resume=options.run.resume)
 

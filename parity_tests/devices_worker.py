@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from flax_transformer import data, masks, parallel, training
+from flax_transformer import data, distributed, masks, parallel, training
 from flax_transformer.config import DecoderOnlyConfig, EncoderDecoderConfig
 from flax_transformer.losses import LossSums, cross_entropy
 from parity_tests.unit.small_models import build
@@ -217,7 +217,7 @@ def execute(run: Run, compilations: list[str]) -> dict[str, np.ndarray]:
 def main(plan_file: str) -> None:
     plan = json.loads(Path(plan_file).read_text())
     if "coordinator" in plan:
-        parallel.initialise_distributed(
+        distributed.initialise_distributed(
             coordinator=plan["coordinator"],
             num_processes=plan["num_processes"],
             process_id=plan["process_id"],
@@ -235,7 +235,7 @@ def main(plan_file: str) -> None:
         with jax.enable_x64(run.dtype == "float64"), FAULTS[run.fault](run.devices):
             for name, array in execute(run, compilations).items():
                 results[f"{run.name}/{name}"] = array
-    if parallel.is_main_process():
+    if distributed.is_main_process():
         np.savez(plan["output"], **results)
 
 

@@ -194,8 +194,8 @@ def test_steps_on_several_cpu_devices_are_taken_in_turn(results, key):
 
 def test_a_process_that_joined_others_still_ends_at_sigterm():
     program = (
-        "import os, signal, time; from flax_transformer import parallel;"
-        f"parallel.initialise_distributed(coordinator='localhost:{free_port()}', num_processes=1, process_id=0);"
+        "import os, signal, time; from flax_transformer import distributed;"
+        f"distributed.initialise_distributed(coordinator='localhost:{free_port()}', num_processes=1, process_id=0);"
         "os.kill(os.getpid(), signal.SIGTERM); time.sleep(5)"
     )
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}

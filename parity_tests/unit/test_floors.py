@@ -17,7 +17,7 @@ FLOORS = [
     ["cache", "layers", "attention"],
     ["encoder_decoder", "decoder_only", "weights"],
     ["losses", "optimizers", "schedules"],
-    ["training", "parallel", "planning"],
+    ["training", "distributed", "parallel", "planning"],
     ["decoding"],
     ["commands", "pictures"],
 ]
