@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from flax_transformer import distributed, parallel, planning, training
 from flax_transformer.checkpoint import Checkpoints, RunDirectory, write_json, writing
@@ -34,6 +35,7 @@ from flax_transformer.commands.records import UNWRITABLE, Records
 from flax_transformer.commands.tensorboard import require_tensorboard
 from flax_transformer.commands.train_options import DecoderOnlyOptions, Options
 from flax_transformer.losses import LossSums
+from flax_transformer.sharding import MeshShape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,12 +51,17 @@ class Run:
 
 def prepare(options: Options) -> tuple[Job, parallel.Layout]:
     """Reads the data and resolves every option. Builds no model and writes nothing."""
-    layout = parallel.layout(options.device.parallel)
+    layout = layout_of(options)
     job = prepare_job(options)
     layout.check_batch_size(job.recipe.batch_size)
     if options.run.tensorboard and distributed.is_main_process():
         require_tensorboard()
     return job, layout
+
+
+def layout_of(options: Options, *, devices: Any = None) -> parallel.Layout:
+    mesh = MeshShape() if options.device.mesh is None else MeshShape.parse(options.device.mesh)
+    return parallel.layout(options.device.parallel, devices=devices, mesh=mesh)
 
 
 def prepare_job(options: Options) -> Job:
@@ -66,7 +73,7 @@ def prepare_job(options: Options) -> Job:
 def plan(options: Options, slice_name: str) -> int:
     """Compiles the step for TPUs that are not here, and prints what it takes. Returns the exit status."""
     target = planning.target(slice_name)
-    layout = parallel.layout(options.device.parallel, devices=target.devices)
+    layout = layout_of(options, devices=target.devices)
     return show(prepare_job(options), layout, target)
 
 
@@ -97,9 +104,7 @@ def execute(run: Run, structure: training.ModelStructure, state: training.TrainS
         for line in (*job.title, *notices):
             shown.say(line)
         count = sum(leaf.size for leaf in state.parameters.values())
-        shown.say(
-            f"{job.name}: {count:,} parameters, {job.recipe.steps} steps of {job.work}, {_in_words(run.layout.devices)}"
-        )
+        shown.say(f"{job.name}: {count:,} parameters, {job.recipe.steps} steps of {job.work}, {_in_words(run.layout)}")
         if run.options.run.resume:
             shown.say(f"resumed after step {first}" if first else "nothing to resume; beginning at step 0")
         trained = train(run, structure, state, shown, stop)
@@ -161,7 +166,8 @@ def train(
         return float(LossSums(*(jnp.asarray(sum(part)) for part in zip(*sums, strict=True))).mean)
 
     with together(lambda: open_records(run, first)) as records:
-        best = records.best_validation_loss if records else math.inf
+        # In every process the same, which have to save together.
+        best = float(from_main_process(np.float32(records.best_validation_loss if records else math.inf)))
         if first < total:
             shown.begin()
         for number in range(first + 1, total + 1):
@@ -190,8 +196,10 @@ def train(
             status = agreement.largest((records.status if records else 0) or stop.status)
             is_best = validation is not None and validation < best
             best = best if validation is None else min(best, validation)
-            if records and (is_best or status or number % job.save_every == 0 or number == total):
-                records.save(number, layout.unplace_state(state), validation_loss=validation)
+            if is_best or status or number % job.save_every == 0 or number == total:
+                whole = layout.unplace_state(state)  # every process holds a part of it
+                if records:
+                    records.save(number, whole, validation_loss=validation)
             if status:
                 break
         together(records.close if records else lambda: None)
@@ -248,9 +256,11 @@ def _resuming(run: Run) -> str:
     return f"python train.py {run.job.name} --output {shlex.quote(str(run.directory.root))} --resume"
 
 
-def _in_words(devices: Sequence[Any]) -> str:
+def _in_words(layout: parallel.Layout) -> str:
+    devices, mesh = layout.devices, layout.mesh
+    arranged = f" ({mesh})" if mesh.data < len(devices) else ""
     processes = f" of {jax.process_count()} processes" if jax.process_count() > 1 else ""
-    return f"{len(devices)} {devices[0].device_kind} device{'s' if len(devices) > 1 else ''}{processes}"
+    return f"{len(devices)} {devices[0].device_kind} device{'s' if len(devices) > 1 else ''}{processes}{arranged}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

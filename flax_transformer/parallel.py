@@ -7,15 +7,16 @@
         state, metrics = step(state, layout.place_batch(batch))
     state = layout.unplace_state(state)                 # one copy on the host
 
-Every device holds the whole state and an equal share of the examples. Losses and gradients are sums over all devices,
-divided once by the weight of the global batch: never means of means, which weigh the tokens of a device with much
-padding more. Dropout depends on the place of an example in the global batch. So every layout takes the same step, up
-to the order in which numbers are added.
+Every device holds an equal share of the examples, and the whole state or, on a mesh with the axes `fsdp` and `tensor`
+(see `sharding`), its part of it. Losses and gradients are sums over all devices, divided once by the weight of the global
+batch: never means of means, which weigh the tokens of a device with much padding more. Dropout depends on the place of
+an example in the global batch. So every layout takes the same step, up to the order in which numbers are added.
 
 Several processes (see `distributed`) run the same program on the same global batches, each on its own devices.
 """
 
 import abc
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, final
@@ -23,9 +24,12 @@ from typing import Any, Literal, NamedTuple, final
 import jax
 import numpy as np
 import optax
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from flax_transformer import sharding
 from flax_transformer.losses import LossSums
+from flax_transformer.sharding import AXES, DATA, FSDP, TENSOR, MeshShape
 from flax_transformer.training import (
     LossFunction,
     Metrics,
@@ -37,7 +41,6 @@ from flax_transformer.training import (
 
 Kind = Literal["jit", "pmap"]
 Devices = Sequence[Any]  # of jax.Device, which jax exports as a value and not as a type
-DATA = "data"  # the mesh axis that examples are spread over
 
 
 class PlacedBatch(NamedTuple):
@@ -64,27 +67,24 @@ class Layout(abc.ABC):
 
     Args:
         devices: those to train on, in several processes the same in each.
+        mesh: their arrangement.
 
     Attributes:
         devices: the same, those of one process after those of another.
+        mesh: the same, every size filled in. The devices of `tensor` are neighbours, those of `data` far apart.
 
     Raises:
-        ValueError: no device, one twice, or not equally many of every process.
+        ValueError: no device, one twice, not equally many of every process, or not as many as the mesh has.
     """
 
-    def __init__(self, devices: Devices) -> None:
+    def __init__(self, devices: Devices, mesh: MeshShape) -> None:
         self.devices = tuple(sorted(devices, key=lambda device: device.process_index))
         _check_devices(self.devices)
-        self._mesh = Mesh(np.asarray(self.devices), (DATA,), axis_types=(AxisType.Auto,))
-
-    @property
-    def examples_multiple(self) -> int:
-        """What a batch size must be a multiple of: the number of devices that share its examples."""
-        return len(self.devices)
+        self.mesh = mesh.of_devices(len(self.devices))
 
     @abc.abstractmethod
     def place_state(self, state: TrainState) -> TrainState:
-        """A copy of the state on every device. Nothing of `state` is shared: a step deletes what it is given."""
+        """The state on the devices. Nothing of `state` is shared: a step deletes what it is given."""
 
     @abc.abstractmethod
     def abstract_state(self, state: TrainState) -> TrainState:
@@ -92,10 +92,13 @@ class Layout(abc.ABC):
 
     @abc.abstractmethod
     def unplace_state(self, state: TrainState) -> TrainState:
-        """One copy of the state as numpy arrays, to be saved, or merged after a `jax.device_put`."""
+        """One whole copy of the state as numpy arrays, to be saved, or merged after a `jax.device_put`.
+
+        All processes have to ask for it together: each may hold only a part.
+        """
 
     def place_batch(self, batch: Any) -> PlacedBatch:
-        """A global batch, spread over the devices: the first of B / devices examples on the first, and so on.
+        """A global batch, spread over the devices: the first of B / parts examples on the first, and so on.
 
         Args:
             batch: a pytree of numpy arrays whose first axis is the examples, B. Every process gives the same one; the
@@ -129,12 +132,13 @@ class Layout(abc.ABC):
 
     def check_batch_size(self, batch_size: int) -> None:
         """Raises ValueError if so many examples, the global batch, cannot be spread equally over the devices."""
-        count = self.examples_multiple
+        count = self.mesh.parts
         if batch_size < 1 or batch_size % count:
             below = batch_size // count * count
             sizes = " or ".join(str(size) for size in (below, below + count) if size > 0)
+            which = "the number of devices" if self.mesh.tensor == 1 else "the devices along data and fsdp"
             raise ValueError(
-                f"the batch size must be a multiple of the number of devices, {count}, which share its examples equally; "
+                f"the batch size must be a multiple of {which}, {count}, which share its examples equally; "
                 f"got {batch_size}. Give {sizes}, or other devices."
             )
 
@@ -152,7 +156,7 @@ class Layout(abc.ABC):
         shapes = layout.abstract_state(state), layout.abstract_batch(batch)
         compiled = layout.train_program(structure, loss, optimizer).lower(*shapes).compile()
         """
-        train_step = make_train_step(structure, loss, optimizer, reduce=self._reduce)
+        train_step = make_train_step(structure, loss, optimizer, gather=self._gather, reduce=self._reduce)
 
         def step(state: TrainState, placed: PlacedBatch) -> tuple[TrainState, Metrics]:
             return train_step(state, placed.batch, placed.examples)
@@ -164,13 +168,17 @@ class Layout(abc.ABC):
         eval_step = make_eval_step(structure, loss)
 
         def step(state: TrainState, placed: PlacedBatch) -> LossSums:
-            return self._reduce(eval_step(state.parameters, state.buffers, placed.batch))
+            return self._reduce(eval_step(self._gather(state.parameters), state.buffers, placed.batch))
 
         return self._in_turn(self._compile_eval(step))
 
     @abc.abstractmethod
     def _put_rows(self, leaf: np.ndarray) -> jax.Array:
         """A leaf of a global batch, on the devices."""
+
+    def _gather(self, parameters: Any) -> Any:
+        """The parameters as they are computed with, from how they are kept; inside the step."""
+        return parameters
 
     @abc.abstractmethod
     def _abstract_rows(self, leaf: Any) -> jax.ShapeDtypeStruct:
@@ -196,42 +204,71 @@ class Layout(abc.ABC):
 
 @final
 class JitLayout(Layout):
-    """Global arrays on a mesh with the axis `DATA`: the compiler splits one program for the whole batch."""
+    """Global arrays on a mesh: the compiler splits one program for the whole batch.
+
+    Parameters and optimizer state lie as `sharding.RULES` says. A step gathers the parameters over `fsdp`, so that
+    products are split by example and along `tensor` alone; what it computes of them is spread again.
+    """
+
+    def __init__(self, devices: Devices, mesh: MeshShape) -> None:
+        super().__init__(devices, mesh)
+        grid = np.reshape(np.asarray(self.devices), tuple(self.mesh.sizes.values()))
+        self._mesh = Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+        self._everywhere = NamedSharding(self._mesh, PartitionSpec())
+        self._rows = NamedSharding(self._mesh, PartitionSpec((DATA, FSDP)))
 
     def __str__(self) -> str:
-        return "jit"
-
-    def __init__(self, devices: Devices) -> None:
-        super().__init__(devices)
-        self._everywhere = NamedSharding(self._mesh, PartitionSpec())
-        self._rows = NamedSharding(self._mesh, PartitionSpec(DATA))
+        return f"jit over {self.mesh}"
 
     def place_state(self, state: TrainState) -> TrainState:
-        return jax.tree.map(lambda leaf: _put(leaf, self._everywhere), jax.device_get(state))
+        return jax.tree.map(_put, jax.device_get(state), self._kept(state))
 
     def abstract_state(self, state: TrainState) -> TrainState:
-        return jax.tree.map(lambda leaf: _abstract(leaf.shape, leaf.dtype, self._everywhere), state)
+        return jax.tree.map(_abstract, state, self._kept(state))
 
     def unplace_state(self, state: TrainState) -> TrainState:
         # Copied: on a CPU the array on the host may be the one that the next step deletes.
-        return jax.tree.map(np.array, jax.device_get(state))
+        return jax.tree.map(lambda leaf: np.array(self._whole(leaf)), state)
+
+    def _whole(self, leaf: jax.Array) -> Any:
+        if leaf.is_fully_addressable or leaf.is_fully_replicated:
+            return jax.device_get(leaf)
+        return multihost_utils.process_allgather(leaf, tiled=True)  # one by one: a device has no room for all
+
+    def _kept(self, tree: Any) -> Any:
+        """Where the parts of a state, or of a pytree of parameters, are kept."""
+        kept = self._on_mesh(sharding.partition_all(tree, self.mesh))
+        if not isinstance(tree, TrainState):
+            return kept
+        return dataclasses.replace(kept, buffers=jax.tree.map(lambda leaf: self._everywhere, tree.buffers))
+
+    def _on_mesh(self, specs: Any) -> Any:
+        return jax.tree.map(lambda spec: NamedSharding(self._mesh, spec), specs)
 
     def _put_rows(self, leaf: np.ndarray) -> jax.Array:
         return _put(leaf, self._rows)
 
     def _abstract_rows(self, leaf: Any) -> jax.ShapeDtypeStruct:
-        return _abstract(leaf.shape, leaf.dtype, self._rows)
+        return _abstract(leaf, self._rows)
+
+    def _gather(self, parameters: Any) -> Any:
+        used = self._on_mesh(sharding.partition_all(parameters, self.mesh, over=(TENSOR,)))
+        return jax.lax.with_sharding_constraint(parameters, used)
 
     def _reduce(self, tree: Any) -> Any:
-        return tree  # the batch is whole
+        # The batch is whole, and so is a sum. Of gradients every device needs only what it updates; said of the sums
+        # alone, that would reach back into the products that are summed, and split those by width.
+        return jax.lax.with_sharding_constraint(self._gather(tree), self._kept(tree))
 
     def _compile_train(self, step: TrainStep) -> TrainStep:
-        return jax.jit(
-            step, in_shardings=(self._everywhere, self._rows), out_shardings=self._everywhere, donate_argnums=0
-        )
+        def laid_out(state: TrainState, placed: PlacedBatch) -> tuple[TrainState, Metrics]:
+            state, metrics = step(state, placed)
+            return jax.lax.with_sharding_constraint((state, metrics), (self._kept(state), self._everywhere))
+
+        return jax.jit(laid_out, donate_argnums=0)
 
     def _compile_eval(self, step: EvalStep) -> EvalStep:
-        return jax.jit(step, in_shardings=(self._everywhere, self._rows), out_shardings=self._everywhere)
+        return jax.jit(step, out_shardings=self._everywhere)
 
 
 @final
@@ -239,16 +276,22 @@ class PmapLayout(Layout):
     """One program per device, which sums over all devices by itself.
 
     Arrays have a first axis more, the devices of this process: states are stacks of equal copies, leaves of a batch
-    are devices x examples per device x the rest.
+    are devices x examples per device x the rest. The mesh has no axis but `data`.
     """
 
-    def __init__(self, devices: Devices) -> None:
-        super().__init__(devices)
+    def __init__(self, devices: Devices, mesh: MeshShape) -> None:
+        super().__init__(devices, mesh)
+        if self.mesh.parts != self.mesh.data or self.mesh.tensor != 1:
+            raise ValueError(
+                f"under pmap every device holds all parameters, and a mesh has no axis but data; got {self.mesh}. Give "
+                "--parallel jit, or no mesh."
+            )
         own = [place for place, device in enumerate(self.devices) if device.process_index == jax.process_index()]
         self._own = slice(own[0], own[-1] + 1)
         # The sharding of what pmap returns; an argument that has another one would be moved at every step.
-        self._stacked = NamedSharding(self._mesh.local_mesh, PartitionSpec(DATA))
-        self._all = NamedSharding(self._mesh, PartitionSpec(DATA))
+        line = Mesh(np.asarray(self.devices), (DATA,), axis_types=(AxisType.Auto,))
+        self._all = NamedSharding(line, PartitionSpec(DATA))
+        self._stacked = NamedSharding(line.local_mesh, PartitionSpec(DATA))
 
     def place_state(self, state: TrainState) -> TrainState:
         copies = len(self.devices[self._own])
@@ -257,7 +300,9 @@ class PmapLayout(Layout):
         )
 
     def abstract_state(self, state: TrainState) -> TrainState:
-        return jax.tree.map(lambda leaf: _abstract((len(self.devices), *leaf.shape), leaf.dtype, self._all), state)
+        return jax.tree.map(
+            lambda leaf: _abstract(jax.ShapeDtypeStruct((len(self.devices), *leaf.shape), leaf.dtype), self._all), state
+        )
 
     def unplace_state(self, state: TrainState) -> TrainState:
         first = jax.tree.map(lambda leaf: leaf.addressable_shards[0].data, state)
@@ -268,7 +313,8 @@ class PmapLayout(Layout):
 
     def _abstract_rows(self, leaf: Any) -> jax.ShapeDtypeStruct:
         count = len(self.devices)
-        return _abstract((count, leaf.shape[0] // count, *leaf.shape[1:]), leaf.dtype, self._all)
+        stacked = (count, leaf.shape[0] // count, *leaf.shape[1:])
+        return _abstract(jax.ShapeDtypeStruct(stacked, leaf.dtype), self._all)
 
     def _reduce(self, tree: Any) -> Any:
         return jax.lax.psum(tree, DATA)
@@ -283,21 +329,22 @@ class PmapLayout(Layout):
 _LAYOUTS: dict[Kind, type[Layout]] = {"jit": JitLayout, "pmap": PmapLayout}
 
 
-def layout(kind: Kind, *, devices: int | Devices | None = None) -> Layout:
+def layout(kind: Kind, *, devices: int | Devices | None = None, mesh: MeshShape = MeshShape()) -> Layout:  # noqa: B008
     """The layout of a training run.
 
     Args:
         kind: see `JitLayout` and `PmapLayout`.
         devices: None: all devices of all processes; a number: so many of them, equally many of every process.
+        mesh: how they are arranged; without an argument, all of them along `data`.
 
     Raises:
-        ValueError: a kind that there is not, more devices than there are, or see `Layout`.
+        ValueError: a kind that there is not, more devices than there are, a mesh for pmap, or see `Layout`.
     """
     if kind not in _LAYOUTS:
         raise ValueError(f"the layout must be one of {', '.join(_LAYOUTS)}, got {kind!r}.")
     if devices is None:
-        return _LAYOUTS[kind](jax.devices())
-    return _LAYOUTS[kind](_so_many(devices) if isinstance(devices, int) else devices)
+        return _LAYOUTS[kind](jax.devices(), mesh)
+    return _LAYOUTS[kind](_so_many(devices) if isinstance(devices, int) else devices, mesh)
 
 
 def _put(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
@@ -309,8 +356,8 @@ def _put(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(array.shape, sharding, lambda index: np.array(array[index]))
 
 
-def _abstract(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+def _abstract(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 def _so_many(count: int) -> Devices:

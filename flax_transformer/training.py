@@ -146,6 +146,7 @@ def make_train_step(
     loss: LossFunction,
     optimizer: optax.GradientTransformation,
     *,
+    gather: Callable[[Named], Named] = lambda parameters: parameters,
     reduce: Callable[[Any], Any] = lambda tree: tree,
 ) -> Callable[[TrainState, Any, Int[Array, "B"]], tuple[TrainState, Metrics]]:
     """A pure function `(state, batch, example_indices) -> (state, metrics)` that takes one optimizer step.
@@ -156,8 +157,10 @@ def make_train_step(
         structure: of the model, see `split_model`.
         loss: see `LossFunction`.
         optimizer: an optax transformation, called with the parameters.
+        gather: from the parameters as the state keeps them to those that are computed with, equal but for where they lie.
         reduce: sums a pytree over the parts of the global batch, where each part runs a step of its own: for `pmap`,
-            `lambda tree: jax.lax.psum(tree, axis_name)`. Under `jit` a batch is whole, and nothing is left to sum.
+            `lambda tree: jax.lax.psum(tree, axis_name)`. Under `jit` a batch is whole, and nothing is left to sum. It is
+            given the sums of a batch, then its gradients.
 
     The function's `example_indices` are the places of the examples in the global batch, see `dropout_keys`.
     """
@@ -169,7 +172,7 @@ def make_train_step(
             sums = loss(structure.merge(parameters, state.buffers), batch, dropout=dropout)
             return sums.loss, sums.weight
 
-        local_loss, pullback, local_weight = jax.vjp(loss_sum, state.parameters, has_aux=True)
+        local_loss, pullback, local_weight = jax.vjp(loss_sum, gather(state.parameters), has_aux=True)
         total_loss, total_weight = reduce((local_loss, local_weight))
         # The division enters where the gradient starts, as in the backward pass of a mean, and not into every gradient.
         (gradients,) = pullback(reciprocal_or_zero(total_weight))

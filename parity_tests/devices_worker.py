@@ -21,14 +21,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
-from flax_transformer import data, distributed, masks, parallel, training
+from flax_transformer import data, distributed, layers, masks, parallel, training
 from flax_transformer.config import DecoderOnlyConfig, EncoderDecoderConfig
 from flax_transformer.losses import LossSums, cross_entropy
+from flax_transformer.sharding import DATA, MeshShape
 from parity_tests.unit.small_models import build
 
 B, S, T = 24, 9, 7  # divisible by 1, 2, 3, 6 and 8 devices
-V_SOURCE, V_TARGET = 13, 11
+V_SOURCE, V_TARGET = 15, 14  # so that 3 and 5, or 2 and 7, devices split a vocabulary; 2 and 3 the width; 2 and 5 F
 SIZES: dict[str, Any] = dict(d_model=6, d_ff=10, num_heads=3, num_layers=1, max_length=10, dropout=0.3)
 # Rows without a token that counts: with 2, 3 and 8 devices the first ones, and the last ones, have no other.
 EMPTY_ROWS = (slice(0, 12), slice(12, 24))
@@ -46,6 +48,7 @@ class Run:
     Attributes:
         kind: "plain" is `jax.jit` of the step on one device, without any layout.
         devices: how many.
+        mesh: as `MeshShape.parse` reads it; none: all along `data`.
         fault: a mistake that is planted for this run, by its name in `FAULTS`; or none.
     """
 
@@ -53,56 +56,89 @@ class Run:
     dtype: str
     kind: Literal["plain", "jit", "pmap"]
     devices: int = 1
+    mesh: str = "data=-1"
     fault: str = "none"
 
     @property
     def name(self) -> str:
-        return f"{self.model} {self.dtype} {self.kind} {self.devices} {self.fault}"
+        return f"{self.model} {self.dtype} {self.kind} {self.devices} {self.mesh} {self.fault}"
+
+    @property
+    def shape(self) -> MeshShape:
+        return MeshShape.parse(self.mesh).of_devices(self.devices)
 
 
 @contextlib.contextmanager
-def _mean_of_device_means(devices: int) -> Iterator[None]:
+def _mean_of_device_means(mesh: MeshShape) -> Iterator[None]:
     """Every device divides by its own number of tokens, and the gradients are averaged."""
-    del devices
+    del mesh
 
     def reduce(self: parallel.PmapLayout, tree: Any) -> Any:
         gradients = isinstance(tree, dict)  # and otherwise the sums of losses and weights
-        return jax.lax.pmean(tree, parallel.DATA) if gradients else tree
+        return jax.lax.pmean(tree, DATA) if gradients else tree
 
     with mock.patch.object(parallel.PmapLayout, "_reduce", reduce):
         yield
 
 
 @contextlib.contextmanager
-def _devices_times_the_gradient(devices: int) -> Iterator[None]:
+def _devices_times_the_gradient(mesh: MeshShape) -> Iterator[None]:
     """What a sum over devices of gradients that were summed already gives."""
 
     def reduce(self: parallel.PmapLayout, tree: Any) -> Any:
-        summed = jax.lax.psum(tree, parallel.DATA)
-        return {name: leaf * devices for name, leaf in summed.items()} if isinstance(tree, dict) else summed
+        summed = jax.lax.psum(tree, DATA)
+        return {name: leaf * mesh.data for name, leaf in summed.items()} if isinstance(tree, dict) else summed
 
     with mock.patch.object(parallel.PmapLayout, "_reduce", reduce):
         yield
 
 
 @contextlib.contextmanager
-def _dropout_by_place_on_the_device(devices: int) -> Iterator[None]:
+def _dropout_by_place_on_the_device(mesh: MeshShape) -> Iterator[None]:
     """The first example of every device has the dropout of the first example."""
     place_batch = parallel.Layout.place_batch
 
     def place(self: parallel.Layout, batch: Any) -> parallel.PlacedBatch:
-        local = np.arange(B, dtype=np.int32) % (B // devices)
+        local = np.arange(B, dtype=np.int32) % (B // mesh.parts)
         return place_batch(self, batch)._replace(examples=self._put_rows(local))
 
     with mock.patch.object(parallel.Layout, "place_batch", place):
         yield
 
 
-FAULTS: dict[str, Callable[[int], contextlib.AbstractContextManager[None]]] = {
+@contextlib.contextmanager
+def _bias_on_every_shard(mesh: MeshShape) -> Iterator[None]:
+    """Each device along `tensor` adds the bias to its part of a sum, before they add up."""
+    add_bias = layers._add_bias
+
+    def add(y: jax.Array, bias: Any) -> jax.Array:
+        return add_bias(y, None if bias is None else bias[...] * mesh.tensor)
+
+    with mock.patch.object(layers, "_add_bias", add):
+        yield
+
+
+@contextlib.contextmanager
+def _batch_spread_over_data_alone(mesh: MeshShape) -> Iterator[None]:
+    """The devices along `fsdp` all compute the same: right, and so many times slower."""
+    del mesh
+    initialise = parallel.JitLayout.__init__
+
+    def init(self: parallel.JitLayout, *arguments: Any) -> None:
+        initialise(self, *arguments)
+        self._rows = NamedSharding(self._mesh, PartitionSpec(DATA))
+
+    with mock.patch.object(parallel.JitLayout, "__init__", init):
+        yield
+
+
+FAULTS: dict[str, Callable[[MeshShape], contextlib.AbstractContextManager[None]]] = {
     "none": contextlib.nullcontext,
     "mean of device means": _mean_of_device_means,
     "devices times the gradient": _devices_times_the_gradient,
     "dropout by place on the device": _dropout_by_place_on_the_device,
+    "bias on every shard": _bias_on_every_shard,
+    "batch spread over data alone": _batch_spread_over_data_alone,
 }
 
 
@@ -155,6 +191,11 @@ def evaluates(run: Run) -> bool:
     return run.model == "decoder_only" and run.dtype == "float64" and run.devices in (1, 3, 6)
 
 
+def lists_collectives(run: Run) -> bool:
+    """Whether a run is compiled once more, to read what its devices exchange."""
+    return run.kind == "jit" and run.dtype == "float64" and run.devices == 3
+
+
 class Plain:
     """One device and nothing laid out, with the methods of a layout."""
 
@@ -178,7 +219,7 @@ def execute(run: Run, compilations: list[str]) -> dict[str, np.ndarray]:
     optimizer = recording(optax.sgd(0.1, momentum=0.9))
     start = training.init_state(parameters, buffers, optimizer, seed=SEED)
     batches = [batch_of(run.model, step) for step in range(2)]
-    layout = Plain() if run.kind == "plain" else parallel.layout(run.kind, devices=run.devices)
+    layout = Plain() if run.kind == "plain" else parallel.layout(run.kind, devices=run.devices, mesh=run.shape)
     step = layout.compile_train_step(structure, loss, optimizer)
 
     results: dict[str, np.ndarray] = {}
@@ -186,18 +227,21 @@ def execute(run: Run, compilations: list[str]) -> dict[str, np.ndarray]:
         state = layout.place_state(start)
         for number, batch in enumerate(batches):
             compilations.clear()
-            state, metrics = step(state, layout.place_batch(batch))
+            placed = layout.place_batch(batch)
+            results[f"{time}/{number}/rows"] = np.asarray(placed.examples.addressable_shards[0].data.size)
+            state, metrics = step(state, placed)
             results[f"{time}/{number}/compilations"] = np.asarray(len(compilations))
             results[f"{time}/{number}/ready"] = np.asarray(all(leaf.is_ready() for leaf in jax.tree.leaves(state)))
             recorded = layout.unplace_state(state).optimizer_state
             for what in ("gradients", "updates"):
                 for name, leaf in recorded[what].items():
                     results[f"{time}/{number}/{what}/{name}"] = leaf
+            if run.kind == "jit":
+                for name, leaf in state.optimizer_state["updates"].items():
+                    results[f"{time}/{number}/held/{name}"] = np.asarray(leaf.addressable_shards[0].data.shape)
             for name, value in jax.device_get(metrics)._asdict().items():
                 results[f"{time}/{number}/metrics/{name}"] = np.asarray(value)
-    if (
-        run.model == "decoder_only" and run.dtype == "float64"
-    ):  # of one model and dtype: it is another program to compile
+    if evaluates(run):
         evaluate = layout.compile_eval_step(structure, loss)
         state = layout.place_state(start)
         for number, batch in enumerate(batches):
@@ -205,12 +249,10 @@ def execute(run: Run, compilations: list[str]) -> dict[str, np.ndarray]:
             sums = jax.device_get(evaluate(state, layout.place_batch(batch)))
             results[f"0/{number}/evaluation/sums"] = np.asarray(sums)
             results[f"0/{number}/evaluation_compilations"] = np.asarray(len(compilations))
-        if run.kind == "jit":
-            placed = layout.place_state(start), layout.place_batch(batches[0])
-            program = step.__wrapped__.lower(*placed).compile().as_text()
-            results["collectives"] = np.asarray(
-                re.findall(r" (all-[a-z]+|collective-[a-z]+|reduce-scatter)\(", program)
-            )
+    if lists_collectives(run):
+        placed = layout.place_state(start), layout.place_batch(batches[0])
+        program = step.__wrapped__.lower(*placed).compile().as_text()
+        results["collectives"] = np.asarray(re.findall(r" (all-[a-z]+|collective-[a-z]+|reduce-scatter)\(", program))
     return results
 
 
@@ -232,7 +274,7 @@ def main(plan_file: str) -> None:
     jax.monitoring.register_event_duration_secs_listener(count)
     results = {}
     for run in (Run(**fields) for fields in plan["runs"]):
-        with jax.enable_x64(run.dtype == "float64"), FAULTS[run.fault](run.devices):
+        with jax.enable_x64(run.dtype == "float64"), FAULTS[run.fault](run.shape):
             for name, array in execute(run, compilations).items():
                 results[f"{run.name}/{name}"] = array
     if distributed.is_main_process():

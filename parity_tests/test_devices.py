@@ -4,19 +4,22 @@ Everything runs in other processes, on 8 simulated devices, and on two processes
 """
 
 import collections
+import itertools
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from flax_transformer.parity.tolerances import DEVICES
-from parity_tests.devices_worker import Run, evaluates
+from flax_transformer.sharding import MeshShape, partition
+from parity_tests.devices_worker import B, Model, Run, evaluates
 
 pytestmark = pytest.mark.xdist_group("devices")  # one worker runs the processes, all tests read their results
 
@@ -25,24 +28,34 @@ ROOT = Path(__file__).parents[1]
 # Each is a program of seconds to compile, so not everything with everything.
 ONE_PROCESS = [
     *(Run("decoder_only", "float32", kind, devices) for kind in ("jit", "pmap") for devices in (1, 8)),
-    *(Run("decoder_only", "float64", kind, devices) for kind in ("jit", "pmap") for devices in (2, 3, 8)),
-    Run("encoder_decoder", "float64", "jit", 8),
+    *(Run("decoder_only", "float64", "pmap", devices) for devices in (2, 3, 4)),
+    Run("decoder_only", "float64", "jit", 3),
+    Run("decoder_only", "float64", "jit", 8, "data=2,fsdp=2,tensor=2"),
+    Run("decoder_only", "float64", "jit", 8, "fsdp=4,tensor=2"),
+    Run("decoder_only", "float64", "jit", 8, "fsdp=8"),
+    Run("decoder_only", "float64", "jit", 6, "fsdp=2,tensor=3"),
+    Run("decoder_only", "float64", "jit", 5, "tensor=5"),
+    Run("decoder_only", "float64", "jit", 7, "tensor=7"),
+    Run("encoder_decoder", "float64", "jit", 8, "data=2,fsdp=2,tensor=2"),
     Run("encoder_decoder", "float64", "pmap", 3),
 ]
 TWO_PROCESSES = [
-    Run("decoder_only", "float32", "jit", 8),
     Run("decoder_only", "float32", "pmap", 8),
     Run("decoder_only", "float64", "pmap", 6),
+    Run("decoder_only", "float32", "jit", 8, "data=2,fsdp=2,tensor=2"),
+    Run("decoder_only", "float64", "jit", 8, "fsdp=8"),
 ]
 PLAIN = [
     Run("decoder_only", "float32", "plain"),
     *(Run(model, "float64", "plain") for model in ("decoder_only", "encoder_decoder")),
 ]
 FAULTY = [
-    Run("decoder_only", "float32", "pmap", 8, "mean of device means"),
-    Run("decoder_only", "float32", "pmap", 8, "devices times the gradient"),
-    Run("decoder_only", "float32", "jit", 8, "dropout by place on the device"),
+    Run("decoder_only", "float32", "pmap", 8, fault="mean of device means"),
+    Run("decoder_only", "float32", "pmap", 8, fault="devices times the gradient"),
+    Run("decoder_only", "float32", "jit", 8, fault="dropout by place on the device"),
+    Run("decoder_only", "float64", "jit", 8, "fsdp=4,tensor=2", fault="bias on every shard"),
 ]
+UNSPREAD = Run("decoder_only", "float64", "jit", 8, "fsdp=4,tensor=2", fault="batch spread over data alone")
 
 Arrays = dict[str, np.ndarray]
 
@@ -51,18 +64,22 @@ Arrays = dict[str, np.ndarray]
 def results(tmp_path_factory) -> dict[tuple[str, Run], Arrays]:
     """What every run gave, by "one" or "two" processes and run."""
     directory = tmp_path_factory.mktemp("devices")
-    one = [*PLAIN, *ONE_PROCESS, *FAULTY]
+    return execute(directory, [*PLAIN, *ONE_PROCESS, *FAULTY, UNSPREAD], TWO_PROCESSES)
+
+
+def execute(directory: Path, one: list[Run], two: list[Run]) -> dict[tuple[str, Run], Arrays]:
+    """The results of runs in one process of 8 devices, and in two processes of 4."""
     halves = [[run for run in one if (run.model, run.dtype) == ("decoder_only", "float64")]]
     halves.append([run for run in one if run not in halves[0]])
     plans = [plan(directory / f"one.{number}", half) for number, half in enumerate(halves)]
     finish([start(file, devices=8) for file in plans])
 
     joined = {"coordinator": f"localhost:{free_port()}", "num_processes": 2}
-    plans = [plan(directory / f"two.{number}", TWO_PROCESSES, **joined, process_id=number) for number in range(2)]
+    plans = [plan(directory / f"two.{number}", two, **joined, process_id=number) for number in range(2)]
     finish([start(file, devices=4) for file in plans])
 
     found = {}
-    for name, runs in (("one.0", halves[0]), ("one.1", halves[1]), ("two.0", TWO_PROCESSES)):
+    for name, runs in (("one.0", halves[0]), ("one.1", halves[1]), ("two.0", two)):
         with np.load(directory / f"{name}.npz") as file:
             arrays = dict(file)
         for run in runs:
@@ -141,6 +158,11 @@ every_layout = pytest.mark.parametrize("key", LAYOUTS, ids=name_of)
 
 @every_layout
 def test_every_layout_takes_the_gradients_and_updates_of_one_device(results, key):
+    """And so those of PyTorch: what one device takes is held to that by rungs 8 and 9 and by test_training_against_torch."""
+    assert_same_steps(results, key)
+
+
+def assert_same_steps(results: dict[tuple[str, Run], Arrays], key: tuple[str, Run]) -> None:
     expected, actual = plain(results, key[1]), results[key]
     # In float32 the second step begins at weights that rounding has moved; in float64 it shows that states are carried over.
     for step in range(2 if key[1].dtype == "float64" else 1):
@@ -180,6 +202,36 @@ def test_every_layout_evaluates_to_the_sums_of_one_device_and_compiles_once(resu
         assert actual[f"0/{step}/evaluation_compilations"] == (1 if step == 0 else 0)
 
 
+def differences_of_rows(results: dict[tuple[str, Run], Arrays], key: tuple[str, Run]) -> set[int]:
+    """How many examples too many, or too few, a device has been given in each step."""
+    rows = [int(count) for name, count in results[key].items() if name.endswith("/rows")]
+    assert len(rows) == 4
+    return {count - B // key[1].shape.parts for count in rows}
+
+
+@every_layout
+def test_a_batch_is_spread_over_all_devices_but_those_along_tensor(results, key):
+    assert differences_of_rows(results, key) == {0}
+
+
+def test_a_batch_that_is_copied_along_fsdp_computes_the_same_and_is_seen(results):
+    assert differences_of_rows(results, ("one", UNSPREAD)) == {18}
+    start = "0/0/gradients/"
+    difference = relative(part(plain(results, UNSPREAD), start), part(results["one", UNSPREAD], start))
+    assert difference <= DEVICES["float64"]
+
+
+@pytest.mark.parametrize("key", [key for key in LAYOUTS if key[1].kind == "jit"], ids=name_of)
+def test_every_step_leaves_a_device_the_part_of_the_state_that_the_rules_give_it(results, key):
+    mesh = key[1].shape
+    for name, whole in part(plain(results, key[1]), "0/0/updates/").items():
+        axes = partition(name, whole.shape, mesh)
+        sizes = [1 if axis is None else mesh.sizes[axis] for axis in (*axes, *[None] * (whole.ndim - len(axes)))]
+        expected = [size // parts for size, parts in zip(whole.shape, sizes, strict=True)]
+        for place in ("0/0", "0/1", "1/0", "1/1"):
+            np.testing.assert_array_equal(results[key][f"{place}/held/{name}"], expected, err_msg=name)
+
+
 def test_a_compiled_batch_stays_where_it_is_and_only_sums_are_exchanged(results):
     collectives = results["one", Run("decoder_only", "float64", "jit", 3)]["collectives"]
     assert set(collectives) == {"all-reduce"}
@@ -209,3 +261,35 @@ def test_a_planted_mistake_is_far_outside_the_tolerance(results, run):
         start = f"0/0/{what}/"
         difference = relative(part(plain(results, run), start), part(results["one", run], start))
         assert difference > 1e4 * DEVICES[run.dtype]
+
+
+def every_arrangement(devices: int) -> Iterator[MeshShape]:
+    for fsdp, tensor in itertools.product(range(1, devices + 1), repeat=2):
+        mesh = MeshShape(data=devices // (fsdp * tensor) or 1, fsdp=fsdp, tensor=tensor)
+        if mesh.parts * tensor == devices and B % mesh.parts == 0:
+            yield mesh
+
+
+@pytest.mark.slow
+def test_every_mesh_of_up_to_8_devices_takes_the_steps_of_one_device_with_both_models(tmp_path):
+    models: tuple[Model, ...] = ("decoder_only", "encoder_decoder")
+    meshes = {devices: list(every_arrangement(devices)) for devices in range(1, 9)}
+    assert [len(found) for found in meshes.values()] == [1, 3, 3, 6, 1, 9, 1, 10]
+    one = [
+        *(Run(model, "float64", "plain") for model in models),
+        *(Run(model, "float64", "pmap", devices) for model in models for devices in (1, 2, 3, 4, 6, 8)),
+        *(
+            Run(model, "float64", "jit", mesh.parts * mesh.tensor, str(mesh))
+            for model in models
+            for mesh in itertools.chain(*meshes.values())
+        ),
+    ]
+    two = [
+        *(Run(model, "float64", "pmap", devices) for model in models for devices in (2, 4, 6, 8)),
+        *(Run(model, "float64", "jit", 8, str(mesh)) for model in models for mesh in meshes[8]),
+        *(Run(model, "float64", "jit", 6, str(mesh)) for model in models for mesh in meshes[6]),
+    ]
+    found = execute(tmp_path, one, two)
+    for key in found:
+        assert_same_steps(found, key)
+        test_the_same_layout_twice_is_bit_identical(found, key)

@@ -45,7 +45,7 @@ def show(job: Job, layout: Layout, target: planning.Target) -> int:
     plan = compiled_for(job.recipe.batch_size)
     print("\n".join(_lines(plan, job.longest, target.chip)), flush=True)
     print("\nsearching the largest batch that fits; every size takes a compilation", flush=True)
-    print(_largest(plan, compiled_for, unit=layout.examples_multiple, chip=target.chip))
+    print(_largest(plan, compiled_for, unit=layout.mesh.parts, chip=target.chip))
     return 0 if plan.fits else DOES_NOT_FIT
 
 

@@ -126,6 +126,17 @@ class DeviceOptions:
             "the order in which numbers are added.",
         ),
     ] = "jit"
+    mesh: Annotated[
+        str | None,
+        _option(
+            "data=N,fsdp=N,tensor=N",
+            "all devices along data",
+            "How the devices are arranged under --parallel jit. Along data each holds the whole model and a part of the "
+            "batch; along fsdp parameters and optimizer are spread as well; along tensor every product is, for one part of "
+            "the batch. An axis that is left out has 1 device, and data all that are left. Every mesh takes the same steps, "
+            "up to the order in which numbers are added.",
+        ),
+    ] = None
     plan: Annotated[
         str | None,
         _option(

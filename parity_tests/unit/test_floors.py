@@ -16,7 +16,7 @@ FLOORS = [
     ["config", "numerics", "initialisation", "masks", "dropout", "inputs", "weights.rules"],
     ["cache", "layers", "attention"],
     ["encoder_decoder", "decoder_only", "weights"],
-    ["losses", "optimizers", "schedules"],
+    ["losses", "optimizers", "schedules", "sharding"],
     ["training", "distributed", "parallel", "planning"],
     ["decoding"],
     ["commands", "pictures"],
@@ -24,7 +24,7 @@ FLOORS = [
 # Beside the building: these import no floor at all.
 APART = ["checkpoint", "tokenizer", "data", "parity"]
 # Arrays and pytrees only, never a model class.
-NO_MODELS = ["losses", "optimizers", "schedules"]
+NO_MODELS = ["losses", "optimizers", "schedules", "sharding"]
 # Of parity, the only files that may import a package: the rest knows arrays, names and files.
 PARITY_OWNERS = {
     "flax": ["parity/conditioning.py", "parity/flax_calls.py", "parity/flax_program.py", "parity/flax_recorder.py"],

@@ -13,6 +13,7 @@ import pytest
 
 import flax_transformer as ft
 from flax_transformer import data, parallel, training
+from flax_transformer.sharding import MeshShape
 from parity_tests.unit.small_models import build
 
 ROOT = Path(__file__).parents[2]
@@ -153,7 +154,7 @@ def fake_devices(*processes: int) -> Any:
 @both_layouts
 def test_a_batch_that_devices_cannot_share_equally_is_refused_with_sizes_that_they_can(kind):
     layout = parallel.layout(kind)
-    layout.devices = fake_devices(0, 0, 0, 0)
+    layout.mesh = MeshShape(data=4)
     layout.check_batch_size(8)
     with pytest.raises(
         ValueError, match=r"multiple of the number of devices, 4.*got 10. Give 8 or 12, or other devices"
@@ -161,6 +162,27 @@ def test_a_batch_that_devices_cannot_share_equally_is_refused_with_sizes_that_th
         layout.check_batch_size(10)
     with pytest.raises(ValueError, match=r"got 3\. Give 4, or"):
         layout.place_batch({"ids": np.zeros((3, 5))})
+
+
+def test_the_devices_along_data_and_fsdp_share_a_batch_and_those_along_tensor_have_it_in_common():
+    layout = parallel.layout("jit")
+    layout.mesh = MeshShape(data=2, fsdp=3, tensor=5)
+    layout.check_batch_size(12)
+    with pytest.raises(ValueError, match=r"devices along data and fsdp, 6.*got 10\. Give 6 or 12"):
+        layout.check_batch_size(10)
+
+
+def test_a_mesh_that_the_devices_do_not_fill_is_refused():
+    with pytest.raises(ValueError, match="multiply to the number of devices, 1; got data=3"):
+        parallel.layout("jit", mesh=MeshShape(data=3))
+    with pytest.raises(ValueError, match="divide the number of devices, 1; got fsdp=2"):
+        parallel.layout("pmap", mesh=MeshShape(fsdp=2))
+
+
+@pytest.mark.parametrize("axis", ["fsdp", "tensor"])
+def test_pmap_takes_no_mesh_with_parameters_spread_over_it(axis):
+    with pytest.raises(ValueError, match=f"no axis but data; got data=1,{axis}=3. Give --parallel jit"):
+        parallel.layout("pmap", devices=fake_devices(0, 0, 0), mesh=MeshShape(**{axis: 3}))
 
 
 @pytest.mark.parametrize(

@@ -80,11 +80,20 @@ def pairs() -> Iterator[list[Pair]]:
         process.communicate()
 
 
-@pytest.mark.parametrize("kind", [pytest.param("jit", marks=pytest.mark.slow), "pmap"])
-def test_two_processes_take_the_steps_of_one_and_go_on_bit_for_bit(pairs, text, tmp_path, kind):
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param("--parallel=jit", marks=pytest.mark.slow),
+        pytest.param("--parallel=pmap", marks=pytest.mark.slow),
+        pytest.param("--mesh=tensor=2", marks=pytest.mark.slow),
+        "--mesh=fsdp=2",
+    ],
+)
+def test_two_processes_take_the_steps_of_one_and_go_on_bit_for_bit(pairs, text, tmp_path, layout):
+    """With fsdp each saves, validates and resumes with half of the state."""
     options = ["--data", text, *TINY, *STEPS]
     assert call(train.main, *options, "--output", tmp_path / "one")[0] == 0
-    pairs.append(Pair(*options, "--parallel", kind, "--output", tmp_path / "two"))
+    pairs.append(Pair(*options, layout, "--output", tmp_path / "two"))
     assert [status for status, *_ in pairs[0].finish()] == [0, 0]
     one, two = curve(tmp_path / "one"), curve(tmp_path / "two")
     assert [entry.keys() for entry in one] == [entry.keys() for entry in two]

@@ -275,6 +275,8 @@ def test_a_text_that_cannot_be_used_is_one_line_naming_the_file(tmp_path, conten
         (["--resume", "--steps", "3", "--save-every", "-1"], "--save-every must be at least 1, got -1"),
         (["--config", "nowhere.json"], "nowhere.json cannot be read as JSON"),
         (["--prompt", ""], "--prompt must hold at least one character"),
+        (["--mesh", "data=1,model=1"], "its axes, which are data, fsdp, tensor, with a comma between"),
+        (["--mesh", "fsdp=3"], "must divide the number of devices, 1; got fsdp=3"),
     ],
 )
 def test_a_number_that_cannot_be_used_is_one_line_naming_it(tmp_path, arguments, words):
