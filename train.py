@@ -53,7 +53,7 @@ def prepare(options: Options) -> tuple[Job, parallel.Layout]:
     """Reads the data and resolves every option. Builds no model and writes nothing."""
     layout = layout_of(options)
     job = prepare_job(options)
-    layout.check_batch_size(job.recipe.batch_size)
+    layout.check_batch_size(job.recipe.batch_size, accumulate=options.device.accumulate)
     if options.run.tensorboard and distributed.is_main_process():
         require_tensorboard()
     return job, layout
@@ -74,7 +74,7 @@ def plan(options: Options, slice_name: str) -> int:
     """Compiles the step for TPUs that are not here, and prints what it takes. Returns the exit status."""
     target = planning.target(slice_name)
     layout = layout_of(options, devices=target.devices)
-    return show(prepare_job(options), layout, target)
+    return show(prepare_job(options), layout, target, accumulate=options.device.accumulate)
 
 
 def begin(run: Run) -> tuple[training.ModelStructure, training.TrainState, list[str]]:
@@ -155,7 +155,8 @@ def train(
         OSError: the directory of the run cannot be written any more; here or in another process.
     """
     job, layout, total = run.job, run.layout, run.job.recipe.steps
-    take_step = layout.compile_train_step(structure, job.loss, job.optimizer)
+    accumulate = run.options.device.accumulate
+    take_step = layout.compile_train_step(structure, job.loss, job.optimizer, accumulate=accumulate)
     evaluate = layout.compile_eval_step(structure, job.validation_loss)
     first, validation = int(state.step), None
     state, pace = layout.place_state(state), Pace(first, total)

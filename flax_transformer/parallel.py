@@ -130,33 +130,61 @@ class Layout(abc.ABC):
         rows = (batch, jax.ShapeDtypeStruct((size,), np.int32))
         return PlacedBatch(*jax.tree.map(self._abstract_rows, rows))
 
-    def check_batch_size(self, batch_size: int) -> None:
-        """Raises ValueError if so many examples, the global batch, cannot be spread equally over the devices."""
-        count = self.mesh.parts
+    def check_batch_size(self, batch_size: int, *, accumulate: int = 1) -> None:
+        """Raises ValueError if so many examples, the global batch, cannot be spread equally over the devices.
+
+        Args:
+            accumulate: in how many microbatches, which each are spread.
+        """
+        if accumulate < 1:
+            raise ValueError(f"a batch is taken in at least 1 microbatch, got accumulate {accumulate}; give 1 or more.")
+        count = self.mesh.parts * accumulate
         if batch_size < 1 or batch_size % count:
             below = batch_size // count * count
             sizes = " or ".join(str(size) for size in (below, below + count) if size > 0)
             which = "the number of devices" if self.mesh.tensor == 1 else "the devices along data and fsdp"
+            share = f"{self.mesh.parts}, which share its examples equally"
+            if accumulate > 1:
+                share = (
+                    f"{self.mesh.parts}, times that of microbatches, {accumulate}, which are shared equally: {count}"
+                )
             raise ValueError(
-                f"the batch size must be a multiple of {which}, {count}, which share its examples equally; "
-                f"got {batch_size}. Give {sizes}, or other devices."
+                f"the batch size must be a multiple of {which}, {share}; got {batch_size}. Give {sizes}, or other devices."
             )
 
     def compile_train_step(
-        self, structure: ModelStructure, loss: LossFunction, optimizer: optax.GradientTransformation
+        self,
+        structure: ModelStructure,
+        loss: LossFunction,
+        optimizer: optax.GradientTransformation,
+        *,
+        accumulate: int = 1,
     ) -> TrainStep:
         """`training.make_train_step` for this layout. It compiles when it is first called, and donates its state."""
-        return self._in_turn(self.train_program(structure, loss, optimizer))
+        return self._in_turn(self.train_program(structure, loss, optimizer, accumulate=accumulate))
 
     def train_program(
-        self, structure: ModelStructure, loss: LossFunction, optimizer: optax.GradientTransformation
+        self,
+        structure: ModelStructure,
+        loss: LossFunction,
+        optimizer: optax.GradientTransformation,
+        *,
+        accumulate: int = 1,
     ) -> Any:
         """What `compile_train_step` calls: a jitted function, which can be lowered for devices that are not here.
 
-        shapes = layout.abstract_state(state), layout.abstract_batch(batch)
-        compiled = layout.train_program(structure, loss, optimizer).lower(*shapes).compile()
+            shapes = layout.abstract_state(state), layout.abstract_batch(batch)
+            compiled = layout.train_program(structure, loss, optimizer).lower(*shapes).compile()
         """
-        train_step = make_train_step(structure, loss, optimizer, gather=self._gather, reduce=self._reduce)
+        train_step = make_train_step(
+            structure,
+            loss,
+            optimizer,
+            accumulate=accumulate,
+            parts=self._parts_of_a_batch,
+            gather=self._gather,
+            reduce=self._reduce,
+        )
 
         def step(state: TrainState, placed: PlacedBatch) -> tuple[TrainState, Metrics]:
             return train_step(state, placed.batch, placed.examples)
@@ -171,6 +199,11 @@ class Layout(abc.ABC):
             return self._reduce(eval_step(self._gather(state.parameters), state.buffers, placed.batch))
 
         return self._in_turn(self._compile_eval(step))
+
+    @property
+    @abc.abstractmethod
+    def _parts_of_a_batch(self) -> int:
+        """Over how many devices the batch that a step is given is spread."""
 
     @abc.abstractmethod
     def _put_rows(self, leaf: np.ndarray) -> jax.Array:
@@ -245,6 +278,10 @@ class JitLayout(Layout):
     def _on_mesh(self, specs: Any) -> Any:
         return jax.tree.map(lambda spec: NamedSharding(self._mesh, spec), specs)
 
+    @property
+    def _parts_of_a_batch(self) -> int:
+        return self.mesh.parts
+
     def _put_rows(self, leaf: np.ndarray) -> jax.Array:
         return _put(leaf, self._rows)
 
@@ -307,6 +344,10 @@ class PmapLayout(Layout):
     def unplace_state(self, state: TrainState) -> TrainState:
         first = jax.tree.map(lambda leaf: leaf.addressable_shards[0].data, state)
         return jax.tree.map(lambda leaf: np.array(leaf[0]), jax.device_get(first))
+
+    @property
+    def _parts_of_a_batch(self) -> int:
+        return 1  # a step has the rows of its own device
 
     def _put_rows(self, leaf: np.ndarray) -> jax.Array:
         return _put(np.reshape(leaf, (len(self.devices), -1, *leaf.shape[1:]))[self._own], self._stacked)

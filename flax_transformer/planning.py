@@ -136,12 +136,15 @@ def plan(
     optimizer: optax.GradientTransformation,
     state: TrainState,
     batch: Any,
+    *,
+    accumulate: int = 1,
 ) -> Plan:
     """Compiles the step of `layout.compile_train_step` for the devices of the layout.
 
     Args:
         layout: over the devices of a `Target`.
         structure, loss, optimizer: see `training.make_train_step`.
+        accumulate: see there.
         state, batch: their shapes are what counts; arrays or `jax.ShapeDtypeStruct`s.
 
     Raises:
@@ -149,7 +152,7 @@ def plan(
         jax.errors.JaxRuntimeError: the compiler fails for another reason than memory.
     """
     shapes = layout.abstract_state(state), layout.abstract_batch(batch)
-    program = layout.train_program(structure, loss, optimizer)
+    program = layout.train_program(structure, loss, optimizer, accumulate=accumulate)
     sizes = _sizes_on_one(*shapes)
     known = dict(
         batch_size=jax.tree.leaves(batch)[0].shape[0],

@@ -146,6 +146,8 @@ def make_train_step(
     loss: LossFunction,
     optimizer: optax.GradientTransformation,
     *,
+    accumulate: int = 1,
+    parts: int = 1,
     gather: Callable[[Named], Named] = lambda parameters: parameters,
     reduce: Callable[[Any], Any] = lambda tree: tree,
 ) -> Callable[[TrainState, Any, Int[Array, "B"]], tuple[TrainState, Metrics]]:
@@ -157,6 +159,9 @@ def make_train_step(
         structure: of the model, see `split_model`.
         loss: see `LossFunction`.
         optimizer: an optax transformation, called with the parameters.
+        accumulate: K: the batch is taken in K microbatches, one after the other, in the memory that one needs. Their sums
+            are added up and divided once, so it is the same step up to the order in which numbers are added.
+        parts: over how many devices the rows of a batch are spread, where it is whole: see `microbatches`.
         gather: from the parameters as the state keeps them to those that are computed with, equal but for where they lie.
         reduce: sums a pytree over the parts of the global batch, where each part runs a step of its own: for `pmap`,
             `lambda tree: jax.lax.psum(tree, axis_name)`. Under `jit` a batch is whole, and nothing is left to sum. It is
@@ -165,19 +170,43 @@ def make_train_step(
     The function's `example_indices` are the places of the examples in the global batch, see `dropout_keys`.
     """
 
-    def train_step(state: TrainState, batch: Any, example_indices: Int[Array, "B"]) -> tuple[TrainState, Metrics]:
+    def sums(parameters: Named, state: TrainState, batch: Any, example_indices: Array) -> tuple[Array, Array]:
         dropout = RandomDropout(dropout_keys(state, example_indices))
+        found = loss(structure.merge(parameters, state.buffers), batch, dropout=dropout)
+        return found.loss, found.weight
 
-        def loss_sum(parameters: Named) -> tuple[Array, Array]:
-            sums = loss(structure.merge(parameters, state.buffers), batch, dropout=dropout)
-            return sums.loss, sums.weight
-
-        local_loss, pullback, local_weight = jax.vjp(loss_sum, gather(state.parameters), has_aux=True)
+    def at_once(state: TrainState, batch: Any, example_indices: Array) -> tuple[Array, Array, Named]:
+        local_loss, pullback, local_weight = jax.vjp(
+            lambda parameters: sums(parameters, state, batch, example_indices), gather(state.parameters), has_aux=True
+        )
         total_loss, total_weight = reduce((local_loss, local_weight))
         # The division enters where the gradient starts, as in the backward pass of a mean, and not into every gradient.
         (gradients,) = pullback(reciprocal_or_zero(total_weight))
-        gradients = reduce(gradients)
+        return total_loss, total_weight, reduce(gradients)
 
+    def bit_by_bit(state: TrainState, batch: Any, example_indices: Array) -> tuple[Array, Array, Named]:
+        parameters = gather(state.parameters)
+
+        def of_part(part: Any) -> tuple[Array, Array, Named]:
+            (loss, weight), gradients = jax.value_and_grad(sums, has_aux=True)(parameters, state, *part)
+            return loss, weight, gradients
+
+        split = microbatches((batch, example_indices), accumulate, parts=parts)
+        first = jax.eval_shape(of_part, jax.tree.map(lambda leaf: leaf[0], split))
+        total, _ = jax.lax.scan(
+            lambda total, part: (jax.tree.map(jnp.add, total, of_part(part)), None),
+            jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), first),
+            split,
+        )
+        # The weight of the whole batch is known last, so here every gradient is divided.
+        (total_loss, total_weight), gradients = reduce(total[:2]), reduce(total[2])
+        divide = lambda gradient: gradient * reciprocal_or_zero(total_weight).astype(gradient.dtype)  # noqa: E731
+        return total_loss, total_weight, jax.tree.map(divide, gradients)
+
+    take_gradients = at_once if accumulate == 1 else bit_by_bit
+
+    def train_step(state: TrainState, batch: Any, example_indices: Int[Array, "B"]) -> tuple[TrainState, Metrics]:
+        total_loss, total_weight, gradients = take_gradients(state, batch, example_indices)
         updates, optimizer_state = optimizer.update(gradients, state.optimizer_state, state.parameters)
         metrics = Metrics(
             loss=total_loss * reciprocal_or_zero(total_weight),
@@ -193,6 +222,29 @@ def make_train_step(
         return new_state, metrics
 
     return train_step
+
+
+def microbatches(rows: Any, count: int, *, parts: int = 1) -> Any:
+    """The rows of a batch as K microbatches of B / K rows: leaves of shape K, B / K, ... .
+
+    Every microbatch takes equally many rows of each of the `parts`, the first of B / parts rows and so on, so that where
+    every part lies on a device of its own no row has to move.
+
+    Raises:
+        ValueError: B is not a multiple of K * parts.
+    """
+
+    def split(leaf: Array) -> Array:
+        size, *rest = leaf.shape
+        if size % (count * parts):
+            raise ValueError(
+                f"a batch is taken in microbatches of one size: it must be a multiple of {count} microbatches x {parts} "
+                f"parts = {count * parts}, got {size} rows."
+            )
+        by_part = leaf.reshape(parts, count, size // (count * parts), *rest)
+        return by_part.swapaxes(0, 1).reshape(count, size // count, *rest)
+
+    return jax.tree.map(split, rows)
 
 
 def make_eval_step(structure: ModelStructure, loss: LossFunction) -> Callable[[Named, Named, Any], LossSums]:

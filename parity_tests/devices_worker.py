@@ -49,6 +49,7 @@ class Run:
         kind: "plain" is `jax.jit` of the step on one device, without any layout.
         devices: how many.
         mesh: as `MeshShape.parse` reads it; none: all along `data`.
+        accumulate: in how many microbatches a step is taken.
         fault: a mistake that is planted for this run, by its name in `FAULTS`; or none.
     """
 
@@ -57,11 +58,12 @@ class Run:
     kind: Literal["plain", "jit", "pmap"]
     devices: int = 1
     mesh: str = "data=-1"
+    accumulate: int = 1
     fault: str = "none"
 
     @property
     def name(self) -> str:
-        return f"{self.model} {self.dtype} {self.kind} {self.devices} {self.mesh} {self.fault}"
+        return f"{self.model} {self.dtype} {self.kind} {self.devices} {self.mesh} {self.accumulate} {self.fault}"
 
     @property
     def shape(self) -> MeshShape:
@@ -193,7 +195,7 @@ def evaluates(run: Run) -> bool:
 
 def lists_collectives(run: Run) -> bool:
     """Whether a run is compiled once more, to read what its devices exchange."""
-    return run.kind == "jit" and run.dtype == "float64" and run.devices == 3
+    return run.kind == "jit" and run.dtype == "float64" and run.shape.parts == run.shape.data in (2, 3)
 
 
 class Plain:
@@ -203,7 +205,8 @@ class Plain:
     unplace_state = staticmethod(jax.device_get)
     place_batch = staticmethod(lambda batch: parallel.PlacedBatch(batch, jnp.arange(B, dtype=jnp.int32)))
 
-    def compile_train_step(self, *arguments: Any) -> parallel.TrainStep:
+    def compile_train_step(self, *arguments: Any, accumulate: int) -> parallel.TrainStep:
+        assert accumulate == 1
         step = jax.jit(training.make_train_step(*arguments))
         return lambda state, placed: step(state, *placed)
 
@@ -220,7 +223,7 @@ def execute(run: Run, compilations: list[str]) -> dict[str, np.ndarray]:
     start = training.init_state(parameters, buffers, optimizer, seed=SEED)
     batches = [batch_of(run.model, step) for step in range(2)]
     layout = Plain() if run.kind == "plain" else parallel.layout(run.kind, devices=run.devices, mesh=run.shape)
-    step = layout.compile_train_step(structure, loss, optimizer)
+    step = layout.compile_train_step(structure, loss, optimizer, accumulate=run.accumulate)
 
     results: dict[str, np.ndarray] = {}
     for time in range(2):

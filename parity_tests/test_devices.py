@@ -28,9 +28,11 @@ ROOT = Path(__file__).parents[1]
 # Each is a program of seconds to compile, so not everything with everything.
 ONE_PROCESS = [
     *(Run("decoder_only", "float32", kind, devices) for kind in ("jit", "pmap") for devices in (1, 8)),
-    *(Run("decoder_only", "float64", "pmap", devices) for devices in (2, 3, 4)),
+    *(Run("decoder_only", "float64", "pmap", devices) for devices in (2, 3)),
+    Run("decoder_only", "float64", "pmap", 4, accumulate=3),
+    Run("decoder_only", "float64", "jit", 2, accumulate=4),
     Run("decoder_only", "float64", "jit", 3),
-    Run("decoder_only", "float64", "jit", 8, "data=2,fsdp=2,tensor=2"),
+    Run("decoder_only", "float64", "jit", 8, "data=2,fsdp=2,tensor=2", accumulate=3),
     Run("decoder_only", "float64", "jit", 8, "fsdp=4,tensor=2"),
     Run("decoder_only", "float64", "jit", 8, "fsdp=8"),
     Run("decoder_only", "float64", "jit", 6, "fsdp=2,tensor=3"),
@@ -233,8 +235,8 @@ def test_every_step_leaves_a_device_the_part_of_the_state_that_the_rules_give_it
 
 
 def test_a_compiled_batch_stays_where_it_is_and_only_sums_are_exchanged(results):
-    collectives = results["one", Run("decoder_only", "float64", "jit", 3)]["collectives"]
-    assert set(collectives) == {"all-reduce"}
+    for run in (Run("decoder_only", "float64", "jit", 3), Run("decoder_only", "float64", "jit", 2, accumulate=4)):
+        assert set(results["one", run]["collectives"]) == {"all-reduce"}, run.name
 
 
 @every_layout
@@ -278,6 +280,7 @@ def test_every_mesh_of_up_to_8_devices_takes_the_steps_of_one_device_with_both_m
     one = [
         *(Run(model, "float64", "plain") for model in models),
         *(Run(model, "float64", "pmap", devices) for model in models for devices in (1, 2, 3, 4, 6, 8)),
+        *(Run(model, "float64", "jit", 6, "data=2,tensor=3", accumulate=6) for model in models),
         *(
             Run(model, "float64", "jit", mesh.parts * mesh.tensor, str(mesh))
             for model in models

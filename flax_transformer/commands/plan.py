@@ -18,11 +18,12 @@ _COMPILATIONS = 8  # at most, to find the largest batch
 _USABLE = 0.98  # of a chip's memory, until the compiler says more exactly
 
 
-def show(job: Job, layout: Layout, target: planning.Target) -> int:
+def show(job: Job, layout: Layout, target: planning.Target, *, accumulate: int) -> int:
     """Compiles the job's step for a slice, prints what it takes, and searches the largest batch. Returns the exit status.
 
     Args:
         layout: over the devices of `target`.
+        accumulate: in how many microbatches a batch is taken.
 
     Raises:
         ValueError: a batch that the devices cannot share.
@@ -35,7 +36,7 @@ def show(job: Job, layout: Layout, target: planning.Target) -> int:
         shape = (batch_size, job.longest)
         batch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(shape, leaf.dtype), example)
         with _waiting(f"compiling a step of {batch_size} x {job.longest:,} tokens for {target.name}"):
-            return planning.plan(layout, structure, job.loss, job.optimizer, state, batch)
+            return planning.plan(layout, structure, job.loss, job.optimizer, state, batch, accumulate=accumulate)
 
     for line in job.title:
         print(line)
@@ -45,7 +46,7 @@ def show(job: Job, layout: Layout, target: planning.Target) -> int:
     plan = compiled_for(job.recipe.batch_size)
     print("\n".join(_lines(plan, job.longest, target.chip)), flush=True)
     print("\nsearching the largest batch that fits; every size takes a compilation", flush=True)
-    print(_largest(plan, compiled_for, unit=layout.mesh.parts, chip=target.chip))
+    print(_largest(plan, compiled_for, unit=layout.mesh.parts * accumulate, chip=target.chip))
     return 0 if plan.fits else DOES_NOT_FIT
 
 

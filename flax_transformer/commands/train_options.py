@@ -137,6 +137,15 @@ class DeviceOptions:
             "up to the order in which numbers are added.",
         ),
     ] = None
+    accumulate: Annotated[
+        int,
+        _option(
+            "N",
+            "1",
+            "In how many microbatches a batch is taken, one after the other: a batch of the same size in less memory. The "
+            "same steps, up to the order in which numbers are added.",
+        ),
+    ] = 1
     plan: Annotated[
         str | None,
         _option(

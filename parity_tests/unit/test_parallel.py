@@ -179,6 +179,16 @@ def test_a_mesh_that_the_devices_do_not_fill_is_refused():
         parallel.layout("pmap", mesh=MeshShape(fsdp=2))
 
 
+def test_microbatches_that_devices_cannot_share_equally_are_refused():
+    layout = parallel.layout("jit")
+    layout.mesh = MeshShape(data=4)
+    layout.check_batch_size(24, accumulate=3)
+    with pytest.raises(ValueError, match=r"devices, 4, times that of microbatches, 3,.*: 12; got 20\. Give 12 or 24"):
+        layout.check_batch_size(20, accumulate=3)
+    with pytest.raises(ValueError, match="at least 1 microbatch, got accumulate 0"):
+        layout.check_batch_size(20, accumulate=0)
+
+
 @pytest.mark.parametrize("axis", ["fsdp", "tensor"])
 def test_pmap_takes_no_mesh_with_parameters_spread_over_it(axis):
     with pytest.raises(ValueError, match=f"no axis but data; got data=1,{axis}=3. Give --parallel jit"):

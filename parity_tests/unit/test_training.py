@@ -117,6 +117,37 @@ def test_parts_of_a_batch_that_reduce_their_sums_take_the_gradient_of_the_whole(
             np.testing.assert_allclose([leaf[device] for leaf in metrics], whole_metrics, rtol=1e-5)
 
 
+@pytest.mark.parametrize("accumulate", [2, 4])
+def test_microbatches_with_unequal_numbers_of_tokens_take_the_gradient_of_the_whole_batch(float64, accumulate):
+    """With dropout. In rows: 5, 1, 3 and 4 tokens."""
+    config = dataclasses.replace(CONFIG, param_dtype="float64", compute_dtype="float64")
+    batch, indices = random_batch(2), jnp.asarray([3, 1, 0, 2])
+    state, step = prepare(config, recorder())
+    whole, metrics = jax.jit(step)(state, batch, indices)
+    state, step = prepare(config, recorder(), accumulate=accumulate)
+    parts, accumulated = jax.jit(step)(state, batch, indices)
+    assert_close(parts.optimizer_state, whole.optimizer_state, rtol=1e-10, atol=1e-14)
+    np.testing.assert_allclose(accumulated, metrics, rtol=1e-12)
+
+
+def test_a_batch_of_nothing_but_padding_has_no_gradient_in_microbatches_either():
+    state, step = prepare(optimizer=recorder(), accumulate=2)
+    batch = random_batch(2)
+    after, metrics = jax.jit(step)(state, batch._replace(weights=0 * batch.weights), jnp.arange(B))
+    assert not any(np.any(leaf) for leaf in after.optimizer_state.values())
+    np.testing.assert_array_equal(metrics, 0.0)
+
+
+def test_every_microbatch_takes_equally_many_rows_of_every_part():
+    rows = np.arange(12 * 5).reshape(12, 5)
+    whole = training.microbatches({"rows": rows}, 3)["rows"]
+    np.testing.assert_array_equal(whole, rows.reshape(3, 4, 5))
+    spread = training.microbatches({"rows": rows}, 3, parts=2)["rows"]
+    np.testing.assert_array_equal(spread[..., 0] // 5, [[0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11]])
+    with pytest.raises(ValueError, match=r"a multiple of 5 microbatches x 2 parts = 10, got 12 rows"):
+        training.microbatches({"rows": rows}, 5, parts=2)
+
+
 def test_a_shared_module_gets_the_sum_of_its_gradients_once():
     config = ft.DecoderOnlyConfig.document(vocab_size=V, d_model=6, num_heads=3, max_length=T)
     batch = random_batch(3)
