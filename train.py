@@ -86,7 +86,7 @@ def begin(run: Run) -> tuple[training.ModelStructure, training.TrainState, list[
         if not distributed.is_main_process():
             return state, []
         with Checkpoints(run.directory.checkpoints) as checkpoints:
-            return runs.restore_newest(checkpoints, state)
+            return runs.resume(checkpoints, state)
 
     state, notices = together(restore)
     return structure, from_main_process(state), notices

@@ -6,7 +6,7 @@ A run is one directory:
     provenance.json   what it was run with: versions, devices, digests of the data, command lines
     tokenizer.json    the vocabulary, which the ids of the model mean nothing without
     metrics.jsonl     one JSON object per logged step
-    checkpoint/N/     the whole train state after N steps
+    checkpoint/N/     the whole train state after N steps, the validation loss if it is known, and a manifest of these files
     tensorboard/      the same as metrics.jsonl, as TensorBoard reads it, if that was asked for
     results.json, and sample.txt or samples.txt, at the end: the losses, and what the trained model wrote
 
@@ -25,12 +25,15 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+
+from flax_transformer import manifest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,11 +120,16 @@ def read_json(path: Path) -> Any:
         ) from error
 
 
+class DamageError(ValueError):
+    """A checkpoint that is not as it was saved."""
+
+
 class Checkpoints:
     """The checkpoints of one run, `directory/<step>/`. A context manager.
 
-    A checkpoint is written beside its place and renamed into it when it is complete, so an interrupted save leaves the
-    earlier checkpoints and nothing that could be taken for a new one.
+    A checkpoint is written beside its place, and renamed into it when it is complete with its manifest: so an interrupted
+    save leaves the earlier checkpoints and nothing that could be taken for a new one, and a directory without manifest is
+    a damaged checkpoint. What is read is checked against its manifest before.
     """
 
     def __init__(
@@ -141,7 +149,9 @@ class Checkpoints:
         self._directory = directory.absolute()  # orbax refuses relative paths
         self._keep = keep
         self._saving = saving
-        self._manager: ocp.CheckpointManager | None = None
+        self._writer: ThreadPoolExecutor | None = None
+        self._in_progress: Future[None] | None = None
+        self._losses: dict[int, float] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -155,18 +165,20 @@ class Checkpoints:
         Raises:
             OSError: that save could not be written; names the directory.
         """
-        if self._manager is not None:
-            manager, self._manager = self._manager, None
-            with writing(self._directory):
-                manager.close()
+        if self._writer is not None:
+            writer, self._writer = self._writer, None
+            with writer:
+                self._wait()
 
     def latest_step(self) -> int | None:
-        """The step of the newest complete checkpoint; None where there is none."""
-        return self._open().latest_step() if self._directory.is_dir() else None
+        """The step of the newest checkpoint; None where there is none."""
+        return max(self.steps(), default=None)
 
     def steps(self) -> list[int]:
-        """The steps of the complete checkpoints, in their order."""
-        return sorted(self._open().all_steps()) if self._directory.is_dir() else []
+        """The steps of the checkpoints, in their order, whether they are damaged or not."""
+        if not self._directory.is_dir():
+            return []
+        return sorted(int(path.name) for path in self._directory.iterdir() if path.name.isdecimal() and path.is_dir())
 
     def save(self, step: int, state: Any, *, validation_loss: float | None = None) -> None:
         """Saves a pytree of arrays as the checkpoint of `step`.
@@ -179,22 +191,23 @@ class Checkpoints:
             ValueError: a checkpoint of this step exists.
             OSError: it cannot be written, or with asynchronous saving the one before could not; names the directory.
         """
-        if self._directory.is_dir() and step in self._open().all_steps():
+        self._wait()
+        if step in self.steps():
             raise ValueError(
                 f"{self._directory} already holds a checkpoint of step {step}; save into another directory."
             )
         with writing(self._directory):
             _check_room(self._directory, state)
+            if self._writer is None:
+                self._begin()
         known = validation_loss is not None and math.isfinite(validation_loss)
-        metrics = {_VALIDATION_LOSS: validation_loss} if known else None
-        with writing(self._directory):
-            self._open().save(step, args=ocp.args.PyTreeSave(_by_name(state)), metrics=metrics, force=True)
-            if self._saving == "synchronous":
-                self._open().wait_until_finished()
+        assert self._writer is not None
+        self._in_progress = self._writer.submit(self._write, step, _by_name(state), validation_loss if known else None)
+        if self._saving == "synchronous":
+            self._wait()
 
     def set_aside(self, step: int) -> Path:
         """Renames the checkpoint of a step, so that it is one no more; returns where it is."""
-        self.close()
         number, place = 1, self._directory / str(step)
         while (aside := place.with_name(f"damaged-{step}-{number}")).exists():
             number += 1
@@ -211,57 +224,97 @@ class Checkpoints:
                 state: `restore({"parameters": ...}, unwanted="ignore")`.
 
         Raises:
+            DamageError: a file of it is not as it was saved, is missing, or is one too many. All are named.
             ValueError: no checkpoint, or one whose names, shapes or dtypes are not those of `like`. All are listed.
         """
         wanted = "a complete checkpoint" if step is None else f"a complete checkpoint of step {step}"
-        latest = self.latest_step()
-        step = latest if step is None else step
-        if latest is None or step is None or step not in self._open().all_steps():
+        step = self.latest_step() if step is None else step
+        if step is None or step not in self.steps():
             raise ValueError(f"{self._directory} does not hold {wanted}; give the directory of a run that saved one.")
+        place = self._directory / str(step)
+        if problems := manifest.problems(place):
+            raise DamageError("; ".join(problems))
 
         expected = {name: _describe(leaf) for name, leaf in _by_name(like).items()}
-        saved = dict(self._open().item_metadata(step))
-        _refuse_mismatch(
-            f"checkpoint {self._directory / str(step)}",
-            expected={name: (leaf.shape, leaf.dtype) for name, leaf in expected.items()},
-            saved={name: (tuple(leaf.shape), np.dtype(leaf.dtype)) for name, leaf in saved.items()},
-            unwanted=unwanted,
-        )
-        restored = self._open().restore(
-            step,
-            args=ocp.args.PyTreeRestore(
-                expected,
-                restore_args=ocp.checkpoint_utils.construct_restore_args(expected),
-                partial_restore=True,
-            ),
-        )
+        with _checkpointer() as checkpointer:
+            saved = dict(checkpointer.metadata(place / _STATE).item_metadata)
+            _refuse_mismatch(
+                f"checkpoint {place}",
+                expected={name: (leaf.shape, leaf.dtype) for name, leaf in expected.items()},
+                saved={name: (tuple(leaf.shape), np.dtype(leaf.dtype)) for name, leaf in saved.items()},
+                unwanted=unwanted,
+            )
+            restored = checkpointer.restore(
+                place / _STATE,
+                args=ocp.args.PyTreeRestore(
+                    expected,
+                    restore_args=ocp.checkpoint_utils.construct_restore_args(expected),
+                    partial_restore=True,
+                ),
+            )
         return jax.tree.unflatten(jax.tree.structure(like), [restored[name] for name in expected])
 
-    def _open(self) -> ocp.CheckpointManager:
-        if self._manager is None:
-            policies = ocp.checkpoint_managers
-            kept = policies.AnyPreservationPolicy(
-                [
-                    policies.LatestN(self._keep),
-                    policies.BestN(get_metric_fn=_minus_validation_loss, n=1, keep_checkpoints_without_metrics=False),
-                ]
-            )
-            # This process alone: where there are several, one saves, and the others have nothing to wait for.
-            alone = ocp.options.MultiprocessingOptions(
-                primary_host=jax.process_index(), active_processes={jax.process_index()}
-            )
-            options = ocp.CheckpointManagerOptions(
-                preservation_policy=kept,
-                enable_async_checkpointing=self._saving == "asynchronous",
-                multiprocessing_options=alone,
-                create=False,
-                cleanup_tmp_directories=self._saving == "asynchronous",
-            )
-            self._directory.mkdir(parents=True, exist_ok=True)
-            self._manager = ocp.CheckpointManager(
-                self._directory, item_handlers=ocp.PyTreeCheckpointHandler(), options=options
-            )
-        return self._manager
+    def _begin(self) -> None:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        if self._saving == "asynchronous":
+            for left in self._directory.glob("*.tmp"):
+                shutil.rmtree(left)
+        self._losses = {step: loss for step in self.steps() if (loss := self._read_loss(step)) is not None}
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+
+    def _wait(self) -> None:
+        """For the save in progress, which may raise."""
+        if self._in_progress is not None:
+            save, self._in_progress = self._in_progress, None
+            with writing(self._directory):
+                save.result()
+
+    def _write(self, step: int, named: dict[str, Any], validation_loss: float | None) -> None:
+        """In the thread that writes: the manifest and the name come last, and only then earlier checkpoints go."""
+        place = self._directory / str(step)
+        unfinished = place.with_name(f"{step}.tmp")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir()
+        try:
+            with _checkpointer() as checkpointer:
+                checkpointer.save(unfinished / _STATE, args=ocp.args.PyTreeSave(named))
+            if validation_loss is not None:
+                write_json(unfinished / _METRICS, {"validation_loss": validation_loss})
+            manifest.write(unfinished)
+            os.rename(unfinished, place)
+        except BaseException:
+            shutil.rmtree(unfinished, ignore_errors=True)  # on a full disk it stands in the way
+            raise
+        if validation_loss is not None:
+            self._losses[step] = validation_loss
+        if self._keep is not None:
+            steps = self.steps()
+            kept = {*steps[-self._keep :], *sorted(self._losses, key=lambda step: self._losses[step])[:1]}
+            for old in set(steps) - kept:
+                self._losses.pop(old, None)
+                self._remove(old)
+
+    def _remove(self, step: int) -> None:
+        """Renamed first: a kill while files go must not leave what looks like a damaged checkpoint."""
+        going = self._directory / f"{step}.tmp"
+        os.rename(self._directory / str(step), going)
+        shutil.rmtree(going)
+
+    def _read_loss(self, step: int) -> float | None:
+        try:
+            return float(read_json(self._directory / str(step) / _METRICS)["validation_loss"])
+        except (ValueError, KeyError, TypeError):  # not validated; or damaged, which its manifest tells who loads it
+            return None
+
+
+_STATE, _METRICS = "state", "metrics.json"  # within a checkpoint
+
+
+def _checkpointer() -> ocp.Checkpointer:
+    # This process alone: where there are several, one saves, and the others have nothing to wait for.
+    alone = ocp.options.MultiprocessingOptions(primary_host=jax.process_index(), active_processes={jax.process_index()})
+    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
+    return ocp.Checkpointer(handler, multiprocessing_options=alone)
 
 
 def _check_room(directory: Path, state: Any) -> None:
@@ -273,12 +326,6 @@ def _check_room(directory: Path, state: Any) -> None:
 
 # What goes wrong in orbax is raised here; pages of it in the log as well would bury the one line that tells what to do.
 logging.getLogger("absl").addFilter(lambda record: "orbax" not in Path(record.pathname).parts)
-
-_VALIDATION_LOSS = "validation_loss"
-
-
-def _minus_validation_loss(metrics: Any) -> float:
-    return -metrics[_VALIDATION_LOSS]  # orbax takes the largest for the best
 
 
 def _by_name(tree: Any) -> dict[str, Any]:

@@ -86,14 +86,15 @@ class Records(contextlib.AbstractContextManager):
 
 
 def _read_until(run: RunDirectory, step: int) -> list[dict[str, Any]]:
-    """The entries of metrics.jsonl up to a step."""
+    """The entries of metrics.jsonl up to a step. Lines that are no entries are left out."""
     kept = []
-    for line in run.metrics.read_text(encoding="utf-8").splitlines() if run.metrics.exists() else []:
+    text = run.metrics.read_text(encoding="utf-8", errors="replace") if run.metrics.exists() else ""
+    for line in text.splitlines():
         try:
             entry = json.loads(line)
-        except ValueError:
-            break  # half a line, at whose end the run was killed
-        if entry["step"] > step:
-            break
+            if entry["step"] > step:
+                break
+        except (ValueError, KeyError, TypeError):
+            continue  # half a line, at whose end the run was killed; or a damaged one
         kept.append(entry)
     return kept

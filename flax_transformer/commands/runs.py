@@ -2,21 +2,22 @@
 
 import dataclasses
 import datetime
+import hashlib
 import importlib.metadata
 import json
 import platform
 import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from flax import nnx
 
 from flax_transformer import training
-from flax_transformer.checkpoint import Checkpoints, RunDirectory, read_json, write_json
+from flax_transformer.checkpoint import Checkpoints, DamageError, RunDirectory, read_json, write_json
 from flax_transformer.config import DecoderOnlyConfig, EncoderDecoderConfig
-from flax_transformer.data import NUM_SPECIAL_IDS
 from flax_transformer.decoder_only import DecoderOnly
 from flax_transformer.encoder_decoder import EncoderDecoder
 from flax_transformer.tokenizer import Tokenizer
@@ -139,37 +140,44 @@ def options_of(path: Path, *, command: str) -> dict[str, Any]:
     return record["options"]
 
 
-def restore_newest(checkpoints: Checkpoints, like: Any) -> tuple[Any, list[str]]:
-    """The newest checkpoint that can be read, in the form of `like`; `like` itself where there is none.
+def restore_newest(
+    checkpoints: Checkpoints, like: Any, *, unwanted: Literal["refuse", "ignore"] = "refuse"
+) -> tuple[int, Any, dict[int, str]]:
+    """The newest checkpoint that is as it was saved.
 
-    A checkpoint that cannot be read, as after a disk was full or a machine lost its power, is set aside for the one
-    before it.
+    Args:
+        like, unwanted: see `Checkpoints.restore`.
 
     Returns:
-        The state, and lines about checkpoints that were set aside.
+        Its step, 0 where there is no checkpoint; its arrays, `like` where there is none; and by their steps what is wrong
+        with newer ones, which are damaged.
 
     Raises:
-        ValueError: there are checkpoints, and none can be read.
+        ValueError: there are checkpoints, and none can be read; or one is of another model.
     """
-    problems, steps = {}, checkpoints.steps()
+    damaged, steps = {}, checkpoints.steps()
     for step in reversed(steps):
         try:
-            state = checkpoints.restore(like, step=step)
-        except Exception as error:  # damage comes as many types, which orbax does not list
-            problems[step] = " ".join(str(error).split())[:300]
-        else:
-            return state, [
-                f"the checkpoint of step {step} cannot be read ({problem}); it is now {checkpoints.set_aside(step)}"
-                for step, problem in problems.items()
-            ]
-    if problems:
-        raise ValueError(f"none of the checkpoints can be read; the newest, of step {steps[-1]}: {problems[steps[-1]]}")
-    return like, []
+            return step, checkpoints.restore(like, step=step, unwanted=unwanted), damaged
+        except DamageError as error:
+            damaged[step] = str(error)
+    if damaged:
+        raise ValueError(f"none of the checkpoints can be read; the newest, of step {steps[-1]}: {damaged[steps[-1]]}")
+    return 0, like, {}
+
+
+def resume(checkpoints: Checkpoints, like: Any) -> tuple[Any, list[str]]:
+    """The state to go on from, see `restore_newest`, and lines about damaged checkpoints, which are set aside."""
+    _, state, damaged = restore_newest(checkpoints, like)
+    return state, [
+        f"the checkpoint of step {step} is damaged ({problem}); it is now {checkpoints.set_aside(step)}"
+        for step, problem in damaged.items()
+    ]
 
 
 def write_provenance(run: RunDirectory, *, record: dict[str, Any], step: int, arguments: Sequence[str]) -> None:
     """Adds this launch to `provenance.json`: what it ran with, from which step on."""
-    launches = read_json(run.provenance)["launches"] if run.provenance.exists() else []
+    launches = _launches(run)
     packages = ("flax-transformer", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "tiktoken")
     launch = {
         "command_line": shlex.join(["python", "train.py", *arguments]),
@@ -181,8 +189,24 @@ def write_provenance(run: RunDirectory, *, record: dict[str, Any], step: int, ar
         "devices": [f"{device.platform}: {device.device_kind}" for device in jax.devices()],
         "processes": jax.process_count(),
     }
-    digests = {"corpus_sha256": record["data"]["sha256"], "tokenizer_sha256": record["data"]["tokenizer_sha256"]}
+    digests = {
+        "config_sha256": _sha256(run.config),
+        "corpus_sha256": record["data"]["sha256"],
+        "tokenizer_sha256": record["data"]["tokenizer_sha256"],
+    }
     write_json(run.provenance, {**digests, "launches": [*launches, launch]})
+
+
+def _launches(run: RunDirectory) -> list[Any]:
+    """Those before this one; none where the file is damaged, which no step depends on: it is set aside."""
+    if not run.provenance.exists():
+        return []
+    try:
+        return list(read_json(run.provenance)["launches"])
+    except (ValueError, KeyError, TypeError) as error:
+        aside = run.provenance.rename(run.root / "damaged-provenance.json")
+        print(f"{run.provenance} is damaged ({error!r}); it is now {aside}", file=sys.stderr)
+        return []
 
 
 def _version(package: str) -> str | None:
@@ -192,8 +216,12 @@ def _version(package: str) -> str | None:
         return None
 
 
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
 def load_run(directory: Path) -> LoadedRun:
-    """The newest model of a run that `train.py` wrote.
+    """The newest model of a run that `train.py` wrote. What is wrong with newer checkpoints goes to standard error.
 
     Raises:
         ValueError: not the directory of a run, or one that is damaged; the message names the file.
@@ -203,19 +231,29 @@ def load_run(directory: Path) -> LoadedRun:
     try:
         model_class, config_class = MODELS[record["command"]]
         config = config_class(**record["model"])
+        tokenizer_sha256 = record["data"]["tokenizer_sha256"]
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{run.config} does not describe a model of this version ({error!r})") from error
-    tokenizer = Tokenizer.load(run.tokenizer)
-    known = config.vocab_size if model_class is DecoderOnly else config.target_vocab_size - NUM_SPECIAL_IDS
-    if tokenizer.vocab_size != known:
+    if run.provenance.exists() and _sha256(run.config) != read_json(run.provenance).get("config_sha256"):
         raise ValueError(
-            f"{run.tokenizer} has {tokenizer.vocab_size} tokens, but the model of {run.config} has {known}; "
-            "take both from the same run"
+            f"{run.config} is not the file that was written: its digest is not the one in {run.provenance}; "
+            "resume the run, which writes both anew, or take both from a copy"
+        )
+    tokenizer = Tokenizer.load(run.tokenizer)
+    if tokenizer.sha256 != tokenizer_sha256:
+        raise ValueError(
+            f"{run.tokenizer} is not the one that the model of {run.config} was trained with: saved "
+            f"{tokenizer_sha256}, found {tokenizer.sha256}; take both from the same run"
         )
     shapes = nnx.eval_shape(lambda: model_class(config, rngs=nnx.Rngs(0)))
     structure, parameters, buffers = training.split_model(shapes)
     wanted = {"parameters": parameters, "buffers": buffers}
     with Checkpoints(run.checkpoints) as checkpoints:
-        step = checkpoints.latest_step()
-        arrays = checkpoints.restore(wanted, step=step, unwanted="ignore")
-    return LoadedRun(structure.merge(arrays["parameters"], arrays["buffers"]), tokenizer, step or 0)
+        if not checkpoints.steps():
+            checkpoints.restore(wanted)  # which says what is missing
+        step, arrays, damaged = restore_newest(checkpoints, wanted, unwanted="ignore")
+    for newer, problem in damaged.items():
+        print(
+            f"the checkpoint of step {newer} is damaged ({problem}); this is the model of step {step}", file=sys.stderr
+        )
+    return LoadedRun(structure.merge(arrays["parameters"], arrays["buffers"]), tokenizer, step)

@@ -135,11 +135,11 @@ def truncate(checkpoint: Path) -> None:
 
 def test_checkpoints_that_are_torn_do_not_keep_a_run_from_going_on_with_an_earlier_one(stopped, whole):
     truncate(stopped / "checkpoint" / "8")
-    shutil.copytree(stopped / "checkpoint" / "7", stopped / "checkpoint" / "9.orbax-checkpoint-tmp")
-    shutil.rmtree(stopped / "checkpoint" / "7" / "default")
+    shutil.copytree(stopped / "checkpoint" / "7", stopped / "checkpoint" / "9.tmp")
+    shutil.rmtree(stopped / "checkpoint" / "7" / "state")
     status, out, err = call(train.main, "--output", stopped, "--resume")
     assert (status, err) == (0, "")
-    assert "the checkpoint of step 8 cannot be read" in out
+    assert "the checkpoint of step 8 is damaged" in out
     assert f"it is now {stopped / 'checkpoint' / 'damaged-8-1'}" in out
     assert "resumed after step 6" in out
     assert not list((stopped / "checkpoint").glob("*tmp*"))

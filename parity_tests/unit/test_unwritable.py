@@ -38,18 +38,18 @@ def fill_disk(patch, output: Path) -> str:
 def fill_disk_within_a_save(patch, output: Path) -> str:
     """What tensorstore says then is no OSError."""
 
-    def save(self, step, **options):
+    def save(self, directory, **options):
         raise ValueError("RESOURCE_EXHAUSTED: Failed to write 7 bytes to file 4 [os_error_code='28']")
 
-    patch.setattr(ocp.CheckpointManager, "save", save)
+    patch.setattr(ocp.Checkpointer, "save", save)
     return f"{output / 'checkpoint'} cannot be written ({NO_SPACE}). "
 
 
 def lose_permission(patch, output: Path) -> str:
-    def save(self, step, **options):
+    def save(self, directory, **options):
         raise PermissionError(errno.EACCES, NO_PERMISSION, "/some/temporary")
 
-    patch.setattr(ocp.CheckpointManager, "save", save)
+    patch.setattr(ocp.Checkpointer, "save", save)
     return f"{output / 'checkpoint'} cannot be written ({NO_PERMISSION}). "
 
 
