@@ -6,7 +6,6 @@ python train.py encoder-decoder                   a small translator, from old t
 python train.py decoder-only --help               every option
 """
 
-import collections
 import contextlib
 import dataclasses
 import math
@@ -22,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_transformer import distributed, parallel, planning, training
-from flax_transformer.checkpoint import Checkpoints, RunDirectory, write_json, writing
+from flax_transformer.checkpoint import Checkpoints, NotFiniteError, RunDirectory, write_json, writing
 from flax_transformer.commands import runs
 from flax_transformer.commands.command_line import parse
 from flax_transformer.commands.decoder_only_job import prepare_decoder_only
@@ -34,6 +33,7 @@ from flax_transformer.commands.progress import Display, Pace, Report, StopSignal
 from flax_transformer.commands.records import UNWRITABLE, Records
 from flax_transformer.commands.tensorboard import require_tensorboard
 from flax_transformer.commands.train_options import DecoderOnlyOptions, Options
+from flax_transformer.commands.watch import NOT_FINITE, Watch
 from flax_transformer.losses import LossSums
 from flax_transformer.sharding import MeshShape
 
@@ -47,6 +47,23 @@ class Run:
     directory: RunDirectory
     layout: parallel.Layout
     arguments: Sequence[str]  # of the command line
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """What the loop leaves.
+
+    Attributes:
+        state: on the host.
+        validation_loss: after the last step; None: the run was stopped before it.
+        status: the exit status, if it was stopped.
+        bad_steps: what stopped it, if that was not a signal.
+    """
+
+    state: training.TrainState
+    validation_loss: float | None
+    status: int = 0
+    bad_steps: str | None = None
 
 
 def prepare(options: Options) -> tuple[Job, parallel.Layout]:
@@ -110,14 +127,24 @@ def execute(run: Run, structure: training.ModelStructure, state: training.TrainS
         trained = train(run, structure, state, shown, stop)
     if trained.validation_loss is None:
         if main:
-            step, number = int(trained.state.step), signal.Signals(trained.status - 128)
-            print(
-                f"stopped by {number.name}; step {step} is saved in {run.directory.root}\nto resume: {_resuming(run)}"
-            )
+            _say_why(run, trained)
         return trained.status
     validation_loss = trained.validation_loss
     together(lambda: finish(run, structure, trained.state, validation_loss) if main else None)
     return 0
+
+
+def _say_why(run: Run, trained: Trained) -> None:
+    saved = f"step {int(trained.state.step)} is saved in {run.directory.root}"
+    if trained.bad_steps is None:
+        print(f"stopped by {signal.Signals(trained.status - 128).name}; {saved}\nto resume: {_resuming(run)}")
+        return
+    further = 2 * run.options.run.max_bad_steps
+    _fail(
+        f"{trained.bad_steps}; {saved}. Begin anew with a lower --learning-rate; or, if it is the data of these steps, go "
+        f"on behind them with: {_resuming(run)} --max-bad-steps {further}",
+        status=trained.status,
+    )
 
 
 def describe(run: Run, first: int) -> None:
@@ -128,28 +155,12 @@ def describe(run: Run, first: int) -> None:
     runs.write_provenance(run.directory, record=run.job.record, step=first, arguments=run.arguments)
 
 
-@dataclasses.dataclass(frozen=True)
-class Trained:
-    """What the loop leaves.
-
-    Attributes:
-        state: on the host.
-        validation_loss: after the last step; None: the run was stopped before it.
-        status: the exit status, if it was stopped.
-    """
-
-    state: training.TrainState
-    validation_loss: float | None
-    status: int = 0
-
-
 def train(
     run: Run, structure: training.ModelStructure, state: training.TrainState, shown: Display, stop: StopSignal
 ) -> Trained:
     """Takes the steps that are left.
 
-    The host waits for the device where a step is logged, or saved; elsewhere it is at most two steps ahead, so that
-    a signal does not find a queue of steps which all have to end first.
+    The host waits for the device where a step is logged, or saved; elsewhere it is at most two steps ahead.
 
     Raises:
         OSError: the directory of the run cannot be written any more; here or in another process.
@@ -160,7 +171,7 @@ def train(
     evaluate = layout.compile_eval_step(structure, job.validation_loss)
     first, validation = int(state.step), None
     state, pace = layout.place_state(state), Pace(first, total)
-    agreement, status, ahead = Agreement(), 0, collections.deque()
+    agreement, status, watch = Agreement(), 0, Watch(limit=run.options.run.max_bad_steps)
 
     def validate() -> float:
         sums = [jax.device_get(evaluate(state, layout.place_batch(batch))) for batch in job.validation()]
@@ -175,26 +186,25 @@ def train(
             batch = job.batch(number - 1)
             state, metrics = take_step(state, layout.place_batch(batch))
             pace.took(number, count_labels(batch), metrics)
-            ahead.append(metrics)
-            if len(ahead) > 2:
-                jax.block_until_ready(ahead.popleft())
+            watch.took(number, metrics)
 
             validated = number % job.validate_every == 0 or number == total
             validation = None
             logged = validated or number == 1 or number % run.options.run.log_every == 0
             if logged or pace.is_overdue():
-                loss, grad_norm, _ = (float(value) for value in jax.device_get(metrics))
+                loss, grad_norm, _, skipped, _ = (value.item() for value in jax.device_get(metrics))
                 speed, left = pace.measure()
                 validation = validate() if validated else None
-                report = Report(
-                    number, loss, float(job.schedule(jnp.asarray(number - 1))), grad_norm, speed, left, validation
-                )
+                rate = float(job.schedule(jnp.asarray(number - 1 - skipped)))
+                report = Report(number, loss, rate, grad_norm, speed, left, validation, skipped)
                 if records and logged:
                     records.append(report.as_metrics())
                 shown.show(report)
                 pace.go_on()
 
-            status = agreement.largest((records.status if records else 0) or stop.status)
+            if number == total:
+                watch.catch_up()
+            status = agreement.largest((records.status if records else 0) or stop.status or watch.status)
             is_best = validation is not None and validation < best
             best = best if validation is None else min(best, validation)
             if is_best or status or number % job.save_every == 0 or number == total:
@@ -205,8 +215,8 @@ def train(
                 break
         together(records.close if records else lambda: None)
     final = layout.unplace_state(state)
-    if status and int(final.step) < total:
-        return Trained(final, None, status)
+    if status == NOT_FINITE or (status and int(final.step) < total):
+        return Trained(final, None, status, str(watch) if status == NOT_FINITE else None)
     return Trained(final, validation if first < total else validate())
 
 
@@ -280,6 +290,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return execute(run, *begun)
         except OSError as error:  # without a name it is another process's, which says more
             return _fail(error if error.filename is None else _unwritable(error, run), status=UNWRITABLE)
+        except NotFiniteError as error:
+            return _fail(f"{error}. Begin anew with a lower --learning-rate", status=NOT_FINITE)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

@@ -124,6 +124,10 @@ class DamageError(ValueError):
     """A checkpoint that is not as it was saved."""
 
 
+class NotFiniteError(ValueError):
+    """A state that holds NaN or infinity, and is not saved."""
+
+
 class Checkpoints:
     """The checkpoints of one run, `directory/<step>/`. A context manager.
 
@@ -163,7 +167,7 @@ class Checkpoints:
         """Waits for a save in progress.
 
         Raises:
-            OSError: that save could not be written; names the directory.
+            OSError, NotFiniteError: see `save`.
         """
         if self._writer is not None:
             writer, self._writer = self._writer, None
@@ -190,6 +194,7 @@ class Checkpoints:
         Raises:
             ValueError: a checkpoint of this step exists.
             OSError: it cannot be written, or with asynchronous saving the one before could not; names the directory.
+            NotFiniteError: it, or with asynchronous saving the one before, holds NaN or infinity; names the arrays.
         """
         self._wait()
         if step in self.steps():
@@ -271,6 +276,8 @@ class Checkpoints:
 
     def _write(self, step: int, named: dict[str, Any], validation_loss: float | None) -> None:
         """In the thread that writes: the manifest and the name come last, and only then earlier checkpoints go."""
+        if bad := [name for name, leaf in named.items() if not np.all(np.isfinite(leaf))]:
+            raise NotFiniteError(f"the state after step {step} is not finite, and not saved: {', '.join(bad)}")
         place = self._directory / str(step)
         unfinished = place.with_name(f"{step}.tmp")
         shutil.rmtree(unfinished, ignore_errors=True)

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jaxtyping import Array, Float, Int, Num, UInt
+from jaxtyping import Array, Bool, Float, Int, Num, UInt
 
 from flax_transformer.dropout import DropoutSource, RandomDropout
 from flax_transformer.losses import LossSums, cross_entropy, reciprocal_or_zero
@@ -43,12 +43,14 @@ class TrainState:
     """Everything that the next step depends on, besides its batch. A pytree of arrays and nothing else.
 
     Attributes:
-        step: int32, how many steps have been taken.
+        step: int32, how many steps have been taken, skipped ones included: the next batch is another one.
         seed: uint32, what dropout is drawn from, together with `step` and the example.
         parameters: what is trained, by name ("blocks.0.attention.query.kernel"). A module that is shared stands here
             once, under the first of its names.
         buffers: what a model keeps besides, such as position tables; by name, never changed.
         optimizer_state: whatever the optimizer needs.
+        skipped: int32, how many steps were skipped, since their loss, gradient or update was not finite.
+        skipped_in_a_row: int32, how many of them were the last ones.
     """
 
     step: Int[Array, ""]
@@ -56,6 +58,8 @@ class TrainState:
     parameters: Named
     buffers: Named
     optimizer_state: Any
+    skipped: Int[Array, ""]
+    skipped_in_a_row: Int[Array, ""]
 
 
 class Metrics(NamedTuple):
@@ -65,11 +69,14 @@ class Metrics(NamedTuple):
         loss: mean over all weighted tokens of the global batch, before the update, in nats.
         grad_norm: joint norm of all gradients, before clipping.
         weight: the number of tokens that counted.
+        skipped, skipped_in_a_row: those of the state after the step.
     """
 
     loss: Float[Array, ""]
     grad_norm: Float[Array, ""]
     weight: Float[Array, ""]
+    skipped: Int[Array, ""]
+    skipped_in_a_row: Int[Array, ""]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,6 +136,8 @@ def init_state(parameters: Named, buffers: Named, optimizer: optax.GradientTrans
         parameters=parameters,
         buffers=buffers,
         optimizer_state=optimizer.init(parameters),
+        skipped=jnp.zeros((), jnp.int32),
+        skipped_in_a_row=jnp.zeros((), jnp.int32),
     )
 
 
@@ -139,6 +148,36 @@ def dropout_keys(state: TrainState, example_indices: Int[Array, "B"]) -> Any:
     """
     step_key = jax.random.fold_in(jax.random.key(state.seed), state.step)
     return jax.vmap(functools.partial(jax.random.fold_in, step_key))(example_indices)
+
+
+def apply_if_finite(
+    state: TrainState, gradients: Named, optimizer: optax.GradientTransformation, *, finite: Bool[Array, ""]
+) -> TrainState:
+    """The state after a step: updated, or where the step's numbers are not `finite` with parameters and optimizer as before.
+
+    A skipped step counts as taken, and so the next batch and its dropout are others. The optimizer's own count of updates,
+    and with it a schedule, stands still.
+    """
+
+    def update(gradients: Named, parameters: Named, optimizer_state: Any) -> tuple[Named, Any]:
+        updates, optimizer_state = optimizer.update(gradients, optimizer_state, parameters)
+        return jax.tree.map(jnp.add, parameters, updates), optimizer_state
+
+    def skip(gradients: Named, parameters: Named, optimizer_state: Any) -> tuple[Named, Any]:
+        return parameters, optimizer_state
+
+    # Not `jnp.where` on every array, which keeps the compiler from updating them in place: half as long again, for a small
+    # batch on a CPU, and half as much memory again for parameters and optimizer.
+    operands = (gradients, state.parameters, state.optimizer_state)
+    parameters, optimizer_state = jax.lax.cond(finite, update, skip, *operands)
+    return dataclasses.replace(
+        state,
+        step=state.step + 1,
+        parameters=parameters,
+        optimizer_state=optimizer_state,
+        skipped=state.skipped + jnp.where(finite, 0, 1),
+        skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1),
+    )
 
 
 def make_train_step(
@@ -154,6 +193,9 @@ def make_train_step(
     """A pure function `(state, batch, example_indices) -> (state, metrics)` that takes one optimizer step.
 
     The gradient is that of the mean over all tokens of the global batch: the sum of losses over the sum of weights.
+
+    A step whose loss, or joint norm of gradients, is not finite is skipped, see `apply_if_finite`. With a finite norm no
+    square in the optimizer overflows; only an enormous learning rate makes an update overflow, which is not looked for.
 
     Args:
         structure: of the model, see `split_model`.
@@ -207,18 +249,11 @@ def make_train_step(
 
     def train_step(state: TrainState, batch: Any, example_indices: Int[Array, "B"]) -> tuple[TrainState, Metrics]:
         total_loss, total_weight, gradients = take_gradients(state, batch, example_indices)
-        updates, optimizer_state = optimizer.update(gradients, state.optimizer_state, state.parameters)
-        metrics = Metrics(
-            loss=total_loss * reciprocal_or_zero(total_weight),
-            grad_norm=optax.tree.norm(gradients),
-            weight=total_weight,
+        mean_loss, grad_norm = total_loss * reciprocal_or_zero(total_weight), optax.tree.norm(gradients)
+        new_state = apply_if_finite(
+            state, gradients, optimizer, finite=jnp.isfinite(mean_loss) & jnp.isfinite(grad_norm)
         )
-        new_state = dataclasses.replace(
-            state,
-            step=state.step + 1,
-            parameters=jax.tree.map(jnp.add, state.parameters, updates),
-            optimizer_state=optimizer_state,
-        )
+        metrics = Metrics(mean_loss, grad_norm, total_weight, new_state.skipped, new_state.skipped_in_a_row)
         return new_state, metrics
 
     return train_step

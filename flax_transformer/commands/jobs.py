@@ -94,7 +94,11 @@ def refuse(options: Options, recipe: Recipe, others: list[str]) -> None:
     """Raises ValueError where numbers cannot be used, all in one message; `others` are sentences about further ones."""
     run = options.run
     wrong = recipe.problems(
-        log_every=run.log_every, validate_every=run.validate_every, save_every=run.save_every, keep=run.keep
+        log_every=run.log_every,
+        validate_every=run.validate_every,
+        save_every=run.save_every,
+        keep=run.keep,
+        max_bad_steps=run.max_bad_steps,
     )
     if not 0 <= options.training.seed < 2**32:
         wrong.append(f"--seed must be at least 0 and below 2^32, got {options.training.seed}")

@@ -28,6 +28,7 @@ class Report:
         tokens_per_second: since the last report; None for the first, whose time is that of compiling.
         seconds_left: None while unknown.
         validation_loss: nats per token after this step, where it was validated.
+        skipped: how many steps so far were skipped, since their loss or gradient was not finite.
     """
 
     step: int
@@ -37,19 +38,24 @@ class Report:
     tokens_per_second: float | None
     seconds_left: float | None
     validation_loss: float | None = None
+    skipped: int = 0
 
     def as_metrics(self) -> dict[str, int | float | None]:
-        """What is kept of it: all but the guess of the time left, and no validation loss where there was none."""
+        """What is kept of it: all but the guess of the time left, and of the last two what there is."""
         kept = {name: value for name, value in dataclasses.asdict(self).items() if name != "seconds_left"}
         if self.validation_loss is None:
             del kept["validation_loss"]
+        if not self.skipped:
+            del kept["skipped"]
         return kept
 
     def __str__(self) -> str:
         speed = "compiled" if self.tokens_per_second is None else f"{self.tokens_per_second:,.0f} tokens/s"
         left = "" if self.seconds_left is None else f"  {_clock(self.seconds_left)} left"
         validated = "" if self.validation_loss is None else f"  validation loss {self.validation_loss:.3f}"
-        return f"loss {self.loss:.3f}  lr {self.learning_rate:.2e}  norm {self.grad_norm:.2f}  {speed}{left}{validated}"
+        skipped = f"  {self.skipped} skipped" if self.skipped else ""
+        numbers = f"loss {self.loss:.3f}  lr {self.learning_rate:.2e}  norm {self.grad_norm:.2f}"
+        return f"{numbers}  {speed}{left}{validated}{skipped}"
 
 
 def _clock(seconds: float) -> str:

@@ -56,7 +56,9 @@ class Recipe:
             max_norm=self.max_norm,
         )
 
-    def problems(self, *, log_every: int, validate_every: int | None, save_every: int | None, keep: int) -> list[str]:
+    def problems(
+        self, *, log_every: int, validate_every: int | None, save_every: int | None, keep: int, max_bad_steps: int
+    ) -> list[str]:
         """Sentences about the numbers that cannot be used."""
         counts = {
             "steps": self.steps,
@@ -65,6 +67,7 @@ class Recipe:
             "validate-every": 1 if validate_every is None else validate_every,
             "save-every": 1 if save_every is None else save_every,
             "keep": keep,
+            "max-bad-steps": max_bad_steps,
         }
         wrong = [f"--{name} must be at least 1, got {value}" for name, value in counts.items() if value < 1]
         if not 0 < self.learning_rate < math.inf:

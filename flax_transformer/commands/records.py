@@ -6,8 +6,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from flax_transformer.checkpoint import Checkpoints, RunDirectory, writing
+from flax_transformer.checkpoint import Checkpoints, NotFiniteError, RunDirectory, writing
 from flax_transformer.commands.tensorboard import EventFile
+from flax_transformer.commands.watch import NOT_FINITE
 
 UNWRITABLE = 1  # the exit status of a run whose directory cannot be written any more
 
@@ -15,12 +16,13 @@ UNWRITABLE = 1  # the exit status of a run whose directory cannot be written any
 class Records(contextlib.AbstractContextManager):
     """Keeps what a run logs and saves. For process 0 alone.
 
-    What cannot be written is not raised before `close`: the other processes have to be told first, which would otherwise
-    wait for this one. After it nothing more is written, since a checkpoint of later steps would hide a hole in the curve.
+    What cannot be written, or is not finite, is not raised before `close`: the other processes have to be told first, which
+    would otherwise wait for this one. After it nothing more is written, since a checkpoint of later steps would hide a hole
+    in the curve.
 
     Attributes:
         best_validation_loss: the least before this launch; infinite where nothing was validated.
-        status: `UNWRITABLE` once something could not be written, else 0.
+        status: `UNWRITABLE` once something could not be written, `NOT_FINITE` once a state was not to be saved; else 0.
     """
 
     def __init__(self, run: RunDirectory, *, step: int, keep: int, tensorboard: bool) -> None:
@@ -37,12 +39,14 @@ class Records(contextlib.AbstractContextManager):
             temporary.replace(self._metrics)
         self._events = EventFile(run.tensorboard, entries) if tensorboard else None
         self._checkpoints = Checkpoints(run.checkpoints, keep=keep, saving="asynchronous")
-        self._problem: OSError | None = None
+        self._problem: OSError | NotFiniteError | None = None
         self.best_validation_loss = min((entry.get("validation_loss", math.inf) for entry in entries), default=math.inf)
 
     @property
     def status(self) -> int:
-        return 0 if self._problem is None else UNWRITABLE
+        if self._problem is None:
+            return 0
+        return UNWRITABLE if isinstance(self._problem, OSError) else NOT_FINITE
 
     def append(self, entry: dict[str, Any]) -> None:
         """Adds one JSON object as one line of metrics.jsonl, and its numbers as scalars."""
@@ -64,6 +68,7 @@ class Records(contextlib.AbstractContextManager):
 
         Raises:
             OSError: something could not be written, now or earlier; names it.
+            NotFiniteError: a state was not to be saved, now or earlier.
         """
         self._attempt(self._checkpoints.close)
         if self._problem is not None:
@@ -71,7 +76,7 @@ class Records(contextlib.AbstractContextManager):
 
     def __exit__(self, *exception: object) -> None:
         """Waits for a save in progress. Says nothing of what cannot be written: that is for `close`."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, NotFiniteError):
             self._checkpoints.close()
         if self._events is not None:
             with contextlib.suppress(OSError):
@@ -81,7 +86,7 @@ class Records(contextlib.AbstractContextManager):
         if self._problem is None:
             try:
                 write()
-            except OSError as error:
+            except (OSError, NotFiniteError) as error:
                 self._problem = error
 
 

@@ -98,6 +98,15 @@ class RunOptions:
     ] = None
     keep: Annotated[int, _option("N", "3")] = 3
     """How many of the last checkpoints are kept, beside the one with the least validation loss."""
+    max_bad_steps: Annotated[
+        int,
+        _option(
+            "K",
+            "10",
+            "A step whose loss or gradient is not finite changes nothing but the number of steps; after so many in a row "
+            "the run is saved and stops with exit status 3.",
+        ),
+    ] = 10
     tensorboard: Annotated[
         bool,
         _option(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from flax_transformer import checkpoint
-from flax_transformer.checkpoint import Checkpoints
+from flax_transformer.checkpoint import Checkpoints, NotFiniteError
 
 
 class State(NamedTuple):
@@ -129,6 +129,17 @@ def test_an_interrupted_save_leaves_the_earlier_checkpoint_and_no_other(tmp_path
     with Checkpoints(tmp_path) as checkpoints:
         assert checkpoints.latest_step() == 3
         assert_same_bits(checkpoints.restore(random_state(0)), random_state(3))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("saving", ["synchronous", "asynchronous"])
+def test_a_state_that_is_not_finite_is_not_saved_and_its_arrays_are_named(tmp_path, value, saving):
+    state = random_state(3)
+    state.parameters["blocks.0.bias"] = state.parameters["blocks.0.bias"].at[2].set(value)
+    words = r"after step 3 is not finite, and not saved: parameters/blocks\.0\.bias$"
+    with pytest.raises(NotFiniteError, match=words), Checkpoints(tmp_path, saving=saving) as checkpoints:
+        checkpoints.save(3, state)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_json_comes_back_and_a_failed_write_leaves_the_old_file(tmp_path):
