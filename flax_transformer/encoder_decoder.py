@@ -161,8 +161,20 @@ class EncoderDecoder(nnx.Module):
                 another dtype or shape, a ``dropout`` that is no source, and with ``check_ids="on"`` ids outside the
                 vocabulary.
         """
+        return self.logits(self.features(source, target, source_mask, target_mask, dropout=dropout))
+
+    def features(
+        self,
+        source: Int[Array, "B S"],
+        target: Int[Array, "B T"],
+        source_mask: Bool[Array, "#B 1 #T #S"] | None,
+        target_mask: Bool[Array, "#B 1 #T #T"] | None,
+        *,
+        dropout: DropoutSource | None = None,
+    ) -> Float[Array, "B T D"]:
+        """What a call gives to the output projection: ``decode`` of what ``encode`` gives."""
         memory = self.encode(source, source_mask, dropout=dropout)
-        return self.logits(self.decode(target, memory, source_mask, target_mask, dropout=dropout))
+        return self.decode(target, memory, source_mask, target_mask, dropout=dropout)
 
     def encode(
         self, source: Int[Array, "B S"], source_mask: Array | None, *, dropout: DropoutSource | None = None

@@ -47,6 +47,7 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     smoothing_over: SmoothingOver = "all_classes",
     ignore_index: int | None = None,
+    z_loss: float = 0.0,
 ) -> LossSums:
     """Cross entropy of the softmax of `logits` against `labels`, summed over all positions.
 
@@ -86,24 +87,26 @@ def cross_entropy(
         ignore_index: positions of this label do not count, whatever their weight. PyTorch's argument of this name, which
             is -100 unless said otherwise; None: no label is special. With "wrong_classes_but_padding" it is the class of
             padding, in [0, V).
+        z_loss: adds z_loss (log sum_v exp(z_v))^2 to the loss of each position, at least 0. It keeps the normaliser of the
+            softmax near 1, which low precision needs; PaLM takes 1e-4.
 
     Returns:
         `LossSums(loss, weight)`. `.mean` is what `torch.nn.functional.cross_entropy` returns for `reduction="mean"`.
 
     Raises:
-        ValueError: shapes that do not fit each other, `label_smoothing` outside [0, 1], an unknown `smoothing_over`, or
-            one that leaves no class to share e.
+        ValueError: shapes that do not fit each other, `label_smoothing` outside [0, 1], a negative `z_loss`, an unknown
+            `smoothing_over`, or one that leaves no class to share e.
 
-    Source: label smoothing as Szegedy et al. 2015 (arXiv:1512.00567, section 7); Vaswani et al. 2017 (section 5.4).
+    Source: label smoothing as Szegedy et al. 2015 (arXiv:1512.00567, section 7); Vaswani et al. 2017 (section 5.4); the
+    z-loss as Chowdhery et al. 2022 (PaLM, arXiv:2204.02311, section 5).
     """
     if logits.ndim == 0 or logits.shape[:-1] != labels.shape:
         raise ValueError(
             f"labels must have the shape of logits without the last axis: logits {logits.shape}, labels {labels.shape}."
         )
-    if weights is not None and weights.shape != labels.shape:
-        raise ValueError(f"weights must have the shape of labels: weights {weights.shape}, labels {labels.shape}.")
     num_classes = logits.shape[-1]
     sharing = _sharing(num_classes, label_smoothing, smoothing_over)
+    used = check_options(labels, num_classes, weights=weights, label_smoothing=label_smoothing, z_loss=z_loss)
     if smoothing_over == "wrong_classes_but_padding" and (ignore_index is None or not 0 <= ignore_index < num_classes):
         raise ValueError(
             'smoothing_over="wrong_classes_but_padding" needs the class of padding as ignore_index, '
@@ -112,7 +115,7 @@ def cross_entropy(
 
     dtype = jnp.float32 if jnp.finfo(logits.dtype).bits < 32 else logits.dtype
     logits = logits.astype(dtype)
-    used = jnp.ones(labels.shape, dtype) if weights is None else weights.astype(dtype)
+    used = used.astype(dtype)
     if ignore_index is not None:
         used = jnp.where(labels == ignore_index, 0.0, used)
 
@@ -127,8 +130,42 @@ def cross_entropy(
             shares = wrong if smoothing_over == "wrong_classes" else wrong & (classes != ignore_index)
             spread = logits.sum(axis=-1, where=shares) / sharing
         label_logits = (1.0 - label_smoothing) * label_logits + label_smoothing * spread
-    losses = jax.nn.logsumexp(logits, axis=-1) - label_logits
+    return sum_losses(jax.nn.logsumexp(logits, axis=-1), label_logits, used, z_loss=z_loss)
 
+
+def check_options(
+    labels: Int[Array, "*batch"], num_classes: int, *, weights: Array | None, label_smoothing: float, z_loss: float
+) -> Array:
+    """The weights of all positions, once the options that every cross entropy has are known to be in range.
+
+    Raises:
+        ValueError: as `cross_entropy`.
+    """
+    if weights is not None and weights.shape != labels.shape:
+        raise ValueError(f"weights must have the shape of labels: weights {weights.shape}, labels {labels.shape}.")
+    _sharing(num_classes, label_smoothing, "all_classes")
+    if not 0.0 <= z_loss < math.inf:
+        raise ValueError(f"z_loss must be a finite number, at least 0, got {z_loss}.")
+    return jnp.ones(labels.shape, bool) if weights is None else weights
+
+
+def sum_losses(
+    normalisers: Float[Array, "*batch"],
+    expected_logits: Float[Array, "*batch"],
+    used: Float[Array, "*batch"],
+    *,
+    z_loss: float,
+) -> LossSums:
+    """Cross entropies, summed, of positions that are reduced to two numbers: log sum_v exp(z_v) and sum_v q_v z_v.
+
+    Args:
+        normalisers, expected_logits: these.
+        used: the weight of each position.
+        z_loss: see `cross_entropy`.
+    """
+    losses = normalisers - expected_logits
+    if z_loss > 0.0:
+        losses = losses + z_loss * jnp.square(normalisers)
     # A product would let the NaN of a position that does not count through: 0 * NaN is NaN.
     counted = jnp.where(used == 0, 0.0, losses * used)
     return LossSums(loss=counted.sum(), weight=used.sum())

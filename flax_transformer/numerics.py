@@ -43,3 +43,9 @@ class Numerics:
             precision=self.precision,
             preferred_element_type=result,
         )
+
+    def rounded(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        """A factor as a product reads it, but in ``statistics``."""
+        if self.compute == "bfloat16":  # not two conversions: XLA may drop these, and the rounding with them
+            return jax.lax.reduce_precision(x.astype(self.statistics), exponent_bits=8, mantissa_bits=7)
+        return x.astype(self.statistics)

@@ -14,7 +14,7 @@ devices by whoever compiles them; the model is merged again at the end:
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +25,10 @@ from jaxtyping import Array, Bool, Float, Int, Num, UInt
 from flax_transformer.dropout import DropoutSource, RandomDropout
 from flax_transformer.losses import LossSums, cross_entropy, reciprocal_or_zero
 from flax_transformer.masks import causal_mask, combine_masks, padding_mask
+from flax_transformer.vocabulary_loss import fused_cross_entropy
 
 Named = dict[str, Num[Array, "..."]]
+VocabularyLoss = Literal["plain", "fused"]
 
 
 class LossFunction(Protocol):
@@ -292,34 +294,76 @@ def make_eval_step(structure: ModelStructure, loss: LossFunction) -> Callable[[N
 
 
 def next_token_loss(
-    model: Any, batch: Any, *, dropout: DropoutSource | None = None, label_smoothing: float = 0.0
+    model: Any,
+    batch: Any,
+    *,
+    dropout: DropoutSource | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    vocabulary_loss: VocabularyLoss = "plain",
+    vocabulary_shards: int = 1,
 ) -> LossSums:
     """The loss of a decoder-only model: cross entropy of `model(batch.inputs)` against `batch.labels`.
 
     Args:
-        model: from ids B T to logits B T V.
+        model: from ids B T to logits B T V; for "fused", with `features` B T D and their projection `output`.
         batch: `data.Batch`, that is `inputs` and `labels` of shape B T and `weights` of shape B T.
         dropout: None in evaluation.
-        label_smoothing: see `losses.cross_entropy`; 0 in evaluation.
+        label_smoothing, z_loss: see `losses.cross_entropy`; 0 in evaluation.
+        vocabulary_loss: "fused" is `vocabulary_loss.fused_cross_entropy`, which never holds the logits.
+        vocabulary_shards: of "fused": how many devices share the rows of the output projection.
     """
-    logits = model(batch.inputs, dropout=dropout)
-    return cross_entropy(logits, batch.labels, weights=batch.weights, label_smoothing=label_smoothing)
+    forward = functools.partial(_VOCABULARY_LOSSES[vocabulary_loss], shards=vocabulary_shards, dropout=dropout)
+    return forward(model, (batch.inputs,), batch, label_smoothing=label_smoothing, z_loss=z_loss)
 
 
 def translation_loss(
-    model: Any, batch: Any, *, dropout: DropoutSource | None = None, label_smoothing: float = 0.0
+    model: Any,
+    batch: Any,
+    *,
+    dropout: DropoutSource | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    vocabulary_loss: VocabularyLoss = "plain",
+    vocabulary_shards: int = 1,
 ) -> LossSums:
     """The loss of an encoder-decoder model by teacher forcing: every label is predicted from the true ones before it.
 
     The source is masked where it is padding (id 0), the target also where the future is.
 
     Args:
-        model: from source B S, target B T and their masks to logits B T V.
+        model: from source B S, target B T and their masks to logits B T V; for "fused" as there.
         batch: `data.PairBatch`, that is `source` of shape B S, and `target_input`, `labels` and `weights` of shape B T.
-        dropout: None in evaluation.
-        label_smoothing: see `losses.cross_entropy`; 0 in evaluation.
+        dropout, label_smoothing, z_loss, vocabulary_loss, vocabulary_shards: see `next_token_loss`.
     """
     source_mask = padding_mask(batch.source)
     target_mask = combine_masks(padding_mask(batch.target_input), causal_mask(batch.target_input.shape[1]))
-    logits = model(batch.source, batch.target_input, source_mask, target_mask, dropout=dropout)
-    return cross_entropy(logits, batch.labels, weights=batch.weights, label_smoothing=label_smoothing)
+    inputs = (batch.source, batch.target_input, source_mask, target_mask)
+    forward = functools.partial(_VOCABULARY_LOSSES[vocabulary_loss], shards=vocabulary_shards, dropout=dropout)
+    return forward(model, inputs, batch, label_smoothing=label_smoothing, z_loss=z_loss)
+
+
+def _plain_loss(
+    model: Any, inputs: tuple[Any, ...], batch: Any, *, dropout: DropoutSource | None, shards: int, **options: Any
+) -> LossSums:
+    del shards  # the compiler's affair
+    return cross_entropy(model(*inputs, dropout=dropout), batch.labels, weights=batch.weights, **options)
+
+
+def _fused_loss(
+    model: Any, inputs: tuple[Any, ...], batch: Any, *, dropout: DropoutSource | None, shards: int, **options: Any
+) -> LossSums:
+    output = model.output
+    return fused_cross_entropy(
+        model.features(*inputs, dropout=dropout),
+        output.kernel[...],
+        bias=None if output.bias is None else output.bias[...],
+        labels=batch.labels,
+        weights=batch.weights,
+        numerics=output.numerics,
+        shards=shards,
+        **options,
+    )
+
+
+_VOCABULARY_LOSSES = {"plain": _plain_loss, "fused": _fused_loss}

@@ -1,6 +1,7 @@
 """From the options of `train.py decoder-only` to its job."""
 
 import dataclasses
+import functools
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ from numpy.typing import NDArray
 
 from flax_transformer import data, training
 from flax_transformer.commands.generate import Sampling, continue_text
-from flax_transformer.commands.jobs import Job, chosen_sizes, describe, intervals, refuse
+from flax_transformer.commands.jobs import Job, chosen_sizes, describe, intervals, refuse, vocabulary_loss
 from flax_transformer.commands.recipes import DECODER_ONLY
 from flax_transformer.commands.train_options import DecoderOnlyOptions, given
 from flax_transformer.config import DecoderOnlyConfig
@@ -48,6 +49,10 @@ def prepare_decoder_only(options: DecoderOnlyOptions) -> Job:
     shape = dict(batch_size=recipe.batch_size, context_length=recipe.context_length)
     schedule = recipe.make_schedule(d_model=config.d_model)
     every = intervals(options, recipe)
+    kind = vocabulary_loss(
+        options, positions=recipe.batch_size * recipe.context_length, vocab_size=tokenizer.vocab_size
+    )
+    loss = functools.partial(training.next_token_loss, vocabulary_loss=kind)
     return Job(
         name="decoder-only",
         title=[
@@ -55,8 +60,8 @@ def prepare_decoder_only(options: DecoderOnlyOptions) -> Job:
             f"{recipe.vocabulary} vocabulary of {tokenizer.vocab_size:,}"
         ],
         build_model=lambda: DecoderOnly(config, rngs=nnx.Rngs(seed)),
-        loss=training.next_token_loss,
-        validation_loss=training.next_token_loss,
+        loss=loss,
+        validation_loss=loss,
         optimizer=recipe.make_optimizer(schedule),
         schedule=schedule,
         batch=lambda step: data.sample_batch(parts.train, **shape, seed=seed, step=step),
@@ -72,7 +77,7 @@ def prepare_decoder_only(options: DecoderOnlyOptions) -> Job:
             options,
             config=config,
             recipe=recipe,
-            resolved=every,
+            resolved={**every, "vocabulary_loss": kind},
             data={
                 "name": corpus.name,
                 "sha256": corpus.sha256,

@@ -11,7 +11,7 @@ from flax import nnx
 from numpy.typing import NDArray
 
 from flax_transformer import data, decoding, masks, training
-from flax_transformer.commands.jobs import Job, chosen_sizes, describe, intervals, refuse
+from flax_transformer.commands.jobs import Job, chosen_sizes, describe, intervals, refuse, vocabulary_loss
 from flax_transformer.commands.recipes import ENCODER_DECODER
 from flax_transformer.commands.train_options import EncoderDecoderOptions, given
 from flax_transformer.config import EncoderDecoderConfig
@@ -56,6 +56,8 @@ def prepare_encoder_decoder(options: EncoderDecoderOptions) -> Job:
 
     schedule = recipe.make_schedule(d_model=config.d_model)
     every = intervals(options, recipe)
+    kind = vocabulary_loss(options, positions=recipe.batch_size * recipe.max_length, vocab_size=vocab_size)
+    loss = functools.partial(training.translation_loss, vocabulary_loss=kind)
     return Job(
         name="encoder-decoder",
         title=[
@@ -64,8 +66,8 @@ def prepare_encoder_decoder(options: EncoderDecoderOptions) -> Job:
             f"than {recipe.max_length} tokens; one vocabulary of {vocab_size:,}",
         ],
         build_model=lambda: EncoderDecoder(config, rngs=nnx.Rngs(seed)),
-        loss=functools.partial(training.translation_loss, label_smoothing=config.label_smoothing),
-        validation_loss=training.translation_loss,
+        loss=functools.partial(loss, label_smoothing=config.label_smoothing),
+        validation_loss=loss,
         optimizer=recipe.make_optimizer(schedule),
         schedule=schedule,
         batch=batches.batch,
@@ -85,7 +87,7 @@ def prepare_encoder_decoder(options: EncoderDecoderOptions) -> Job:
             options,
             config=config,
             recipe=recipe,
-            resolved={**every, "max_length": recipe.max_length},
+            resolved={**every, "max_length": recipe.max_length, "vocabulary_loss": kind},
             data={
                 "name": text.name,
                 "sha256": text.sha256,

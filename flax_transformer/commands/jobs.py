@@ -14,6 +14,7 @@ from flax_transformer.commands.recipes import Recipe
 from flax_transformer.commands.train_options import Options, as_record, given
 from flax_transformer.config import TransformerConfig
 from flax_transformer.tokenizer import Tokenizer
+from flax_transformer.vocabulary_loss import default_kind
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,6 +75,12 @@ def chosen_sizes(options: Options, config: type[TransformerConfig]) -> dict[str,
     """The fields of a configuration that the user decided; a width brings a feed-forward network four times as wide."""
     sizes = given(options, dataclasses.fields(config))
     return sizes if options.model.d_model is None else {**sizes, "d_ff": 4 * options.model.d_model}
+
+
+def vocabulary_loss(options: Options, *, positions: int, vocab_size: int) -> training.VocabularyLoss:
+    """The loss over the vocabulary that the user decided, or the better one for so many tokens in a batch."""
+    kind = options.training.vocabulary_loss
+    return default_kind(positions, vocab_size) if kind == "auto" else kind
 
 
 def describe(

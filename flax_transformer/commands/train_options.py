@@ -59,6 +59,17 @@ class TrainingOptions:
     ] = None
     warmup: _Number = None
     """Share of the steps that the warmup takes, in [0, 1)."""
+    vocabulary_loss: Annotated[
+        Literal["auto", "plain", "fused"],
+        _option(
+            None,
+            "auto",
+            "How the loss over the vocabulary is computed. plain: from all logits of the batch; fused: in chunks of the "
+            "vocabulary, whose logits are computed twice and never kept, which is faster and takes a fraction of the "
+            "memory where the vocabulary is large; auto: fused from four million logits (tokens of a batch x vocabulary) "
+            "on. The numbers are the same up to rounding.",
+        ),
+    ] = "auto"
     seed: Annotated[int, _option("N", "0")] = 0
     """Decides the first weights, the batches, dropout and the written text: equal seeds, equal runs."""
 

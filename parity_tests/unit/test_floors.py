@@ -16,7 +16,7 @@ FLOORS = [
     ["config", "numerics", "initialisation", "masks", "dropout", "inputs", "weights.rules"],
     ["cache", "layers", "attention"],
     ["encoder_decoder", "decoder_only", "weights"],
-    ["losses", "optimizers", "schedules", "sharding"],
+    ["losses", "optimizers", "schedules", "sharding", "vocabulary_loss", "flops", "collectives", "chips"],
     ["training", "distributed", "parallel", "planning"],
     ["decoding"],
     ["commands", "pictures"],
@@ -26,7 +26,7 @@ APART = ["checkpoint", "tokenizer", "data", "parity", "manifest"]
 # Of these, what another may import: it knows the standard library alone.
 SHARED = {"checkpoint": ["manifest"]}
 # Arrays and pytrees only, never a model class.
-NO_MODELS = ["losses", "optimizers", "schedules", "sharding"]
+NO_MODELS = ["losses", "optimizers", "schedules", "sharding", "vocabulary_loss", "flops", "collectives", "chips"]
 # Of parity, the only files that may import a package: the rest knows arrays, names and files.
 PARITY_OWNERS = {
     "flax": ["parity/conditioning.py", "parity/flax_calls.py", "parity/flax_program.py", "parity/flax_recorder.py"],
