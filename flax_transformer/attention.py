@@ -1,6 +1,7 @@
 """Scaled dot-product attention and its multi-head form (Vaswani et al. 2017, section 3.2)."""
 
 import math
+import warnings
 from typing import Literal
 
 import jax
@@ -11,6 +12,7 @@ from jaxtyping import Array, Bool, Float
 from flax_transformer.cache import KeysAndValues
 from flax_transformer.config import MaskFill, TransformerConfig
 from flax_transformer.dropout import Dropout, DropoutSource
+from flax_transformer.flash_attention import Pattern, flash_attention, obstacle
 from flax_transformer.initialisation import initialiser
 from flax_transformer.layers import Linear
 from flax_transformer.masks import fill_value
@@ -59,6 +61,7 @@ class MultiHeadAttention(nnx.Module):
         self.num_heads = config.num_heads
         self.mask_fill: MaskFill = config.mask_fill
         self.numerics = numerics
+        self.mix = MIXERS[config.attention]
 
     def __call__(
         self,
@@ -67,9 +70,12 @@ class MultiHeadAttention(nnx.Module):
         value: Float[Array, "B S D"],
         mask: Bool[Array, "#B 1 #T #S"] | None,
         dropout: DropoutSource | None = None,
+        *,
+        pattern: Pattern = "any",
     ) -> Float[Array, "B T D"]:
+        """``pattern`` says what ``mask`` is known to be, for kernels that need not read it; it changes no number."""
         q, k, v = self._split(self.query(query)), self._split(self.key(key)), self._split(self.value(value))
-        return self._attend(q, k, v, mask, dropout)
+        return self._merge(self.mix(self, q, k, v, mask, dropout, pattern))
 
     def keys_and_values(self, memory: Float[Array, "B S D"]) -> KeysAndValues:
         """Of ``memory``, to be attended to by ``attend`` as often as wanted."""
@@ -84,20 +90,49 @@ class MultiHeadAttention(nnx.Module):
         ``attend(query, keys_and_values(memory), mask)`` is ``self(query, memory, memory, mask)``.
         """
         k, v = past.keys.swapaxes(1, 2), past.values.swapaxes(1, 2)
-        return self._attend(self._split(self.query(query)), k, v, mask, None)
+        return self._merge(_by_products(self, self._split(self.query(query)), k, v, mask, None))
 
-    def _attend(
-        self,
-        query: Float[Array, "B T N H"],
-        key: Float[Array, "B S N H"],
-        value: Float[Array, "B S N H"],
-        mask: Bool[Array, "#B 1 #T #S"] | None,
-        dropout: DropoutSource | None,
-    ) -> Float[Array, "B T D"]:
-        weights = attention_weights(query, key, mask=mask, mask_fill=self.mask_fill, numerics=self.numerics)
-        weights = self.dropout(weights, dropout)
-        mixed = self.numerics.einsum("BNTS,BSNH->BTNH", weights, value, result=self.numerics.compute)
+    def _merge(self, mixed: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
         return self.output(mixed.reshape(*mixed.shape[:2], -1))
 
     def _split(self, x: Float[Array, "B T D"]) -> Float[Array, "B T N H"]:
         return x.reshape(*x.shape[:-1], self.num_heads, -1)
+
+
+def _by_products(
+    layer: MultiHeadAttention,
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S N H"],
+    value: Float[Array, "B S N H"],
+    mask: Bool[Array, "#B 1 #T #S"] | None,
+    dropout: DropoutSource | None,
+    pattern: Pattern = "any",
+) -> Float[Array, "B T N H"]:
+    del pattern
+    weights = attention_weights(query, key, mask=mask, mask_fill=layer.mask_fill, numerics=layer.numerics)
+    weights = layer.dropout(weights, dropout)
+    return layer.numerics.einsum("BNTS,BSNH->BTNH", weights, value, result=layer.numerics.compute)
+
+
+def _by_kernel(
+    layer: MultiHeadAttention,
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S N H"],
+    value: Float[Array, "B S N H"],
+    mask: Bool[Array, "#B 1 #T #S"] | None,
+    dropout: DropoutSource | None,
+    pattern: Pattern = "any",
+) -> Float[Array, "B T N H"]:
+    if mask is None or mask.shape[2] == 1:
+        pattern = "keys"
+    drops = dropout is not None and layer.dropout.rate > 0
+    reason = obstacle(query, key, pattern=pattern, drops=drops, precision=layer.numerics.precision)
+    if reason is None and pattern == "keys" and layer.mask_fill == "minus_inf" and mask is not None:
+        reason = "with mask_fill minus_inf a query that may attend to nothing is NaN, which no kernel gives"
+    if reason is not None:
+        warnings.warn(f"attention='flash' falls back to plain products: {reason}.", stacklevel=2)
+        return _by_products(layer, query, key, value, mask, dropout)
+    return flash_attention(query, key, value, mask=mask, pattern=pattern)
+
+
+MIXERS = {"einsum": _by_products, "flash": _by_kernel}

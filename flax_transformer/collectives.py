@@ -32,7 +32,7 @@ def sent_bytes(program: str) -> dict[str, float]:
     computations, entry = _split(program)
     total: collections.Counter[str] = collections.Counter()
     _add(entry, 1, computations, _devices(program), total)
-    return dict(total)
+    return {kind: size for kind, size in total.items() if size}
 
 
 def _add(

@@ -31,6 +31,7 @@ FinalNorm = Literal["none", "stack_end"]
 Sharing = Literal["none", "document"]
 PositionTable = Literal["exp", "pow", "learned"]
 EmbeddingScale = Literal["none", "sqrt_d_model"]
+Attention = Literal["einsum", "flash"]
 MaskFill = Literal["minus_1e9", "minus_inf", "dtype_min"]
 Bias = Literal["with", "without"]
 Initialisation = Literal["torch_default", "xavier_uniform", "gpt2"]
@@ -66,6 +67,9 @@ class TransformerConfig:
         ``sqrt_d_model`` multiplies embeddings by sqrt(D), as the paper does.
     ``mask_fill``
         What a masked score becomes (``masks.fill_value``); decides what a fully masked row gives.
+    ``attention``
+        ``einsum`` are plain products; ``flash`` the platform's kernel where it can take their place, which it cannot with
+        attention dropout or float32 precision, and plain products elsewhere, with a warning (``flash_attention.py``).
     ``projection_bias``, ``output_bias``
         Bias of the four attention projections, and of the projection onto the vocabulary.
     ``initialisation``
@@ -97,6 +101,7 @@ class TransformerConfig:
     position_table: PositionTable = "exp"
     embedding_scale: EmbeddingScale = "none"
     mask_fill: MaskFill = "dtype_min"
+    attention: Attention = "einsum"
     projection_bias: Bias = "with"
     output_bias: Bias = "without"
     initialisation: Initialisation = "xavier_uniform"

@@ -16,6 +16,7 @@ Several processes (see `distributed`) run the same program on the same global ba
 """
 
 import abc
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -27,7 +28,7 @@ import optax
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from flax_transformer import sharding
+from flax_transformer import flash_attention, sharding
 from flax_transformer.losses import LossSums
 from flax_transformer.sharding import AXES, DATA, FSDP, TENSOR, MeshShape
 from flax_transformer.training import (
@@ -173,8 +174,8 @@ class Layout(abc.ABC):
     ) -> Any:
         """What `compile_train_step` calls: a jitted function, which can be lowered for devices that are not here.
 
-            shapes = layout.abstract_state(state), layout.abstract_batch(batch)
-            compiled = layout.train_program(structure, loss, optimizer).lower(*shapes).compile()
+        shapes = layout.abstract_state(state), layout.abstract_batch(batch)
+        compiled = layout.train_program(structure, loss, optimizer).lower(*shapes).compile()
         """
         train_step = make_train_step(
             structure,
@@ -299,13 +300,21 @@ class JitLayout(Layout):
 
     def _compile_train(self, step: TrainStep) -> TrainStep:
         def laid_out(state: TrainState, placed: PlacedBatch) -> tuple[TrainState, Metrics]:
-            state, metrics = step(state, placed)
+            with self._kernels_over_mesh():
+                state, metrics = step(state, placed)
             return jax.lax.with_sharding_constraint((state, metrics), (self._kept(state), self._everywhere))
 
         return jax.jit(laid_out, donate_argnums=0)
 
     def _compile_eval(self, step: EvalStep) -> EvalStep:
-        return jax.jit(step, out_shardings=self._everywhere)
+        def laid_out(state: TrainState, placed: PlacedBatch) -> LossSums:
+            with self._kernels_over_mesh():
+                return step(state, placed)
+
+        return jax.jit(laid_out, out_shardings=self._everywhere)
+
+    def _kernels_over_mesh(self) -> contextlib.AbstractContextManager[None]:
+        return flash_attention.over_mesh(self._mesh, examples=(DATA, FSDP), heads=TENSOR)
 
 
 @final

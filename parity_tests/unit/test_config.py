@@ -21,6 +21,7 @@ OPTIONS = {
     "position_table": ("exp", "pow", "learned"),
     "embedding_scale": ("none", "sqrt_d_model"),
     "mask_fill": ("minus_1e9", "minus_inf", "dtype_min"),
+    "attention": ("einsum", "flash"),
     "projection_bias": ("with", "without"),
     "output_bias": ("with", "without"),
     "initialisation": ("torch_default", "xavier_uniform", "gpt2"),
