@@ -23,6 +23,12 @@ import numpy as np
 from flax_transformer import distributed, parallel, planning, training
 from flax_transformer.checkpoint import Checkpoints, NotFiniteError, RunDirectory, write_json, writing
 from flax_transformer.commands import runs
+from flax_transformer.commands.agreement import (
+    DisagreementError,
+    code_version,
+    require_same_run,
+    require_same_state,
+)
 from flax_transformer.commands.command_line import parse
 from flax_transformer.commands.decoder_only_job import prepare_decoder_only
 from flax_transformer.commands.encoder_decoder_job import prepare_encoder_decoder
@@ -164,6 +170,8 @@ def train(
 
     Raises:
         OSError: the directory of the run cannot be written any more; here or in another process.
+        NotFiniteError: what was to be saved was not finite.
+        DisagreementError: processes hold different states.
     """
     job, layout, total = run.job, run.layout, run.job.recipe.steps
     accumulate = run.options.device.accumulate
@@ -171,6 +179,7 @@ def train(
     evaluate = layout.compile_eval_step(structure, job.validation_loss)
     first, validation = int(state.step), None
     state, pace = layout.place_state(state), Pace(first, total)
+    require_same_state(first, layout.replicas(state))
     agreement, status, watch = Agreement(), 0, Watch(limit=run.options.run.max_bad_steps)
 
     def validate() -> float:
@@ -205,6 +214,8 @@ def train(
             if number == total:
                 watch.catch_up()
             status = agreement.largest((records.status if records else 0) or stop.status or watch.status)
+            if status or validated or number % job.save_every == 0:
+                require_same_state(number, layout.replicas(state))
             is_best = validation is not None and validation < best
             best = best if validation is None else min(best, validation)
             if is_best or status or number % job.save_every == 0 or number == total:
@@ -276,13 +287,17 @@ def _in_words(layout: parallel.Layout) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status, whose meanings `python train.py --help` tells."""
+    with contextlib.ExitStack() as held:
+        return _main(list(sys.argv[1:] if arguments is None else arguments), held)
+
+
+def _main(arguments: Sequence[str], held: contextlib.ExitStack) -> int:
     try:
         try:
-            arguments = list(sys.argv[1:] if arguments is None else arguments)
             options = parse(arguments)
             if options.device.plan is not None:
                 return plan(options, options.device.plan)
-            run = set_up(options, arguments)
+            run = set_up(options, arguments, held)
             begun = begin(run)
         except (ValueError, OSError) as error:
             return _fail(error, status=2)
@@ -290,6 +305,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return execute(run, *begun)
         except OSError as error:  # without a name it is another process's, which says more
             return _fail(error if error.filename is None else _unwritable(error, run), status=UNWRITABLE)
+        except DisagreementError as error:
+            return _fail(error, status=1)
         except NotFiniteError as error:
             return _fail(f"{error}. Begin anew with a lower --learning-rate", status=NOT_FINITE)
     except jax.errors.JaxRuntimeError as error:
@@ -300,8 +317,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail("interrupted", status=128 + signal.SIGINT)
 
 
-def set_up(options: Options, arguments: Sequence[str]) -> Run:
-    """From the options to all that is known before a model is built. Joins the other processes, if there are any."""
+def set_up(options: Options, arguments: Sequence[str], held: contextlib.ExitStack) -> Run:
+    """From the options to all that is known before a model is built. Joins the other processes, if there are any.
+
+    Args:
+        held: lets go of the run's directory at the end.
+    """
     device = options.device
     distributed.initialise_distributed(
         device.distributed,
@@ -310,7 +331,8 @@ def set_up(options: Options, arguments: Sequence[str]) -> Run:
         process_id=device.process_id,
     )
     job, layout = together(lambda: prepare(options))
-    return Run(job, options, together(lambda: claim(options, job)), layout, arguments)
+    require_same_run(job.record, code_version(Path(__file__)))
+    return Run(job, options, together(lambda: claim(options, job, held)), layout, arguments)
 
 
 def _unwritable(error: OSError, run: Run) -> str:
@@ -325,11 +347,11 @@ def _fail(problem: object, *, status: int) -> int:
     return status
 
 
-def claim(options: Options, job: Job) -> RunDirectory:
+def claim(options: Options, job: Job, held: contextlib.ExitStack) -> RunDirectory:
     """The directory of the run, which process 0 alone touches."""
     if not distributed.is_main_process():
         return RunDirectory(options.run.output or Path("runs"))
-    return runs.open_directory(options.run.output, job.record, resume=options.run.resume)
+    return held.enter_context(runs.open_directory(options.run.output, job.record, resume=options.run.resume))
 
 
 if __name__ == "__main__":

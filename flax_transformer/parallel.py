@@ -98,6 +98,17 @@ class Layout(abc.ABC):
         All processes have to ask for it together: each may hold only a part.
         """
 
+    def replicas(self, state: TrainState) -> list[list[jax.Array]]:
+        """For each device of this process, its own copies of those arrays of the state that every device has a copy of."""
+        own: dict[Any, list[jax.Array]] = {
+            device: [] for device in self.devices if device.process_index == jax.process_index()
+        }
+        for leaf in jax.tree.leaves(state):
+            if self._is_copied(leaf):
+                for shard in leaf.addressable_shards:
+                    own.setdefault(shard.device, []).append(shard.data)
+        return list(own.values())
+
     def place_batch(self, batch: Any) -> PlacedBatch:
         """A global batch, spread over the devices: the first of B / parts examples on the first, and so on.
 
@@ -207,6 +218,10 @@ class Layout(abc.ABC):
         """Over how many devices the batch that a step is given is spread."""
 
     @abc.abstractmethod
+    def _is_copied(self, leaf: jax.Array) -> bool:
+        """Whether every device has a copy of an array of the state."""
+
+    @abc.abstractmethod
     def _put_rows(self, leaf: np.ndarray) -> jax.Array:
         """A leaf of a global batch, on the devices."""
 
@@ -283,6 +298,9 @@ class JitLayout(Layout):
     def _parts_of_a_batch(self) -> int:
         return self.mesh.parts
 
+    def _is_copied(self, leaf: jax.Array) -> bool:
+        return leaf.is_fully_replicated
+
     def _put_rows(self, leaf: np.ndarray) -> jax.Array:
         return _put(leaf, self._rows)
 
@@ -357,6 +375,9 @@ class PmapLayout(Layout):
     @property
     def _parts_of_a_batch(self) -> int:
         return 1  # a step has the rows of its own device
+
+    def _is_copied(self, leaf: jax.Array) -> bool:
+        return True
 
     def _put_rows(self, leaf: np.ndarray) -> jax.Array:
         return _put(np.reshape(leaf, (len(self.devices), -1, *leaf.shape[1:]))[self._own], self._stacked)

@@ -44,10 +44,10 @@ with --resume as if nothing had happened.
 --plan v5e:2x4 trains nothing: it compiles the step for TPUs that are not here and says whether it
 fits, and how long a step takes at least (exit status 0 if it fits, 1 if not).
 
-Exit status: 0 when the run is complete; 1 when its directory can no longer be written, or memory
-does not suffice; 2 for a mistake in what was asked for; 3 when the loss or the gradient was not
-finite in --max-bad-steps steps in a row; 130 after Ctrl-C and 143 after SIGTERM. With 3, 130 and
-143 the last finished step is saved.
+Exit status: 0 when the run is complete; 1 when its directory can no longer be written, memory does
+not suffice, or its processes hold different states; 2 for a mistake in what was asked for; 3 when
+the loss or the gradient was not finite in --max-bad-steps steps in a row; 130 after Ctrl-C and 143
+after SIGTERM. With 3, 130 and 143 the last finished step is saved.
 """
 
 

@@ -1,5 +1,6 @@
 """A run's directory as the commands write and read it."""
 
+import contextlib
 import dataclasses
 import datetime
 import hashlib
@@ -8,7 +9,7 @@ import json
 import platform
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from flax import nnx
 
 from flax_transformer import training
 from flax_transformer.checkpoint import Checkpoints, DamageError, RunDirectory, read_json, write_json
+from flax_transformer.commands import lock
 from flax_transformer.config import DecoderOnlyConfig, EncoderDecoderConfig
 from flax_transformer.decoder_only import DecoderOnly
 from flax_transformer.encoder_decoder import EncoderDecoder
@@ -70,29 +72,32 @@ def _is_taken(path: Path) -> bool:
     return path.exists() and not (path.is_dir() and not any(path.iterdir()))
 
 
-def open_directory(output: Path | None, record: dict[str, Any], *, resume: bool) -> RunDirectory:
+@contextlib.contextmanager
+def open_directory(output: Path | None, record: dict[str, Any], *, resume: bool) -> Iterator[RunDirectory]:
     """The directory of the run that `record`, its config.json, describes: a fresh one, or one that is resumed.
 
     Raises:
-        ValueError: see `claim_directory`; or what is to be resumed is another run.
+        ValueError: see `claim_directory`; what is to be resumed is another run; or another process is writing there.
     """
     default = Path("runs") / record["command"]
-    if not resume:
-        return claim_directory(output, default=default)
-    if output is None:
+    if resume and output is None:
         raise ValueError("--resume continues the run of a directory; give it with --output DIR")
-    if not output.exists():
-        return claim_directory(output, default=default)
-    if _is_only_claimed(output):
-        return RunDirectory(output)
-    _refuse_another_run(read_json(RunDirectory(output).config), record, where=output)
-    return RunDirectory(output)
+    if resume and output is not None and output.exists():
+        run = RunDirectory(output)
+        if not _is_only_claimed(output):
+            _refuse_another_run(read_json(run.config), record, where=output)
+    else:
+        run = claim_directory(output, default=default)
+    with lock.locked(run.root):
+        yield run
 
 
 def _is_only_claimed(path: Path) -> bool:
     """Whether a directory is empty, or of a run that was killed before its config.json was complete."""
 
     def is_of_a_claim(entry: Path) -> bool:
+        if entry.name == lock.NAME:
+            return True
         if entry.name == "metrics.jsonl":
             return entry.stat().st_size == 0
         return entry.name.startswith(".config.json.")
@@ -102,7 +107,7 @@ def _is_only_claimed(path: Path) -> bool:
 
 def _refuse_another_run(saved: Any, given: dict[str, Any], *, where: Path) -> None:
     """Whatever decides the numbers of a run must be equal; where its text is kept, and how often it is saved, need not."""
-    before, now = (_fields({name: record.get(name) for name in _DECIDING}) for record in (saved, given))
+    before, now = (fields({name: record.get(name) for name in _DECIDING}) for record in (saved, given))
     different = [
         f"{name}: saved {json.dumps(before.get(name))}, given {json.dumps(now.get(name))}"
         for name in (now | before)
@@ -118,11 +123,11 @@ def _refuse_another_run(saved: Any, given: dict[str, Any], *, where: Path) -> No
 _DECIDING = ("command", "model", "training", "data")
 
 
-def _fields(record: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def fields(record: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Every entry of nested objects by its dotted name."""
     found: dict[str, Any] = {}
     for name, value in record.items():
-        found |= _fields(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+        found |= fields(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
     return found
 
 

@@ -214,6 +214,61 @@ def test_a_run_is_not_resumed_as_another_one(whole, tmp_path, arguments, words):
     assert {path: path.stat().st_mtime_ns for path in whole.rglob("*")} == before
 
 
+def test_every_field_that_decides_a_run_is_compared_when_it_is_resumed(whole, tmp_path):
+    """Width, depth, vocabulary, tying, dtypes, optimizer, clipping, data and tokenizer among them."""
+    record = json.loads((whole / "config.json").read_text())
+    deciding = {name: value for name, value in runs.fields(record).items() if not name.startswith("options.")}
+    named = {"model.d_model", "model.num_layers", "model.vocab_size", "model.embedding_tying", "model.param_dtype"}
+    named |= {
+        f"training.{name}" for name in ("b1", "b2", "eps", "weight_decay", "max_norm", "schedule", "learning_rate")
+    }
+    named |= {"data.sha256", "data.tokenizer_sha256", "command"}
+    assert named - deciding.keys() == set()
+    for name in deciding:
+        other = json.loads(json.dumps(record))
+        *groups, last = name.split(".")
+        group = other
+        for key in groups:
+            group = group[key]
+        group[last] = "another"
+        output = tmp_path / name
+        output.mkdir()
+        (output / "config.json").write_text(json.dumps(other))
+        differences = f'{name}: saved "another", given {json.dumps(deciding[name])}'
+        if name == "data.name":  # where the text is kept
+            with runs.open_directory(output, record, resume=True):
+                continue
+        with (
+            pytest.raises(ValueError, match="cannot be resumed") as error,
+            runs.open_directory(output, record, resume=True),
+        ):
+            pass
+        assert str(error.value).endswith(f"--output: {differences}")
+
+
+def test_a_directory_that_a_run_is_writing_to_is_refused_to_another_until_it_is_dead(whole, tmp_path):
+    output = tmp_path / "run"
+    shutil.copytree(whole, output)
+    program = (
+        "import pathlib, sys, time; from flax_transformer.commands.lock import locked\n"
+        "with locked(pathlib.Path(sys.argv[1])): print('held', flush=True); time.sleep(600)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    holder = subprocess.Popen([sys.executable, "-c", program, str(output)], stdout=subprocess.PIPE, env=environment)
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        before = {path: path.stat().st_mtime_ns for path in output.rglob("*")}
+        status, out, err = call(train.main, "--output", output, "--resume")
+        assert (status, out, err.count("\n")) == (2, "", 1)
+        assert f"a run is writing to '{output}' already (process {holder.pid} on " in err
+        assert {path: path.stat().st_mtime_ns for path in output.rglob("*")} == before
+    finally:
+        holder.kill()
+        holder.communicate()
+    assert call(train.main, "--output", output, "--resume")[0] == 0
+
+
 def test_another_command_and_a_directory_that_is_no_run_are_refused(whole, tmp_path):
     status, _, err = call(train.main, "encoder-decoder", "--output", whole, "--resume")
     assert (status, err.count("\n")) == (2, 1)

@@ -73,7 +73,7 @@ def test_a_run_succeeds_and_says_nothing_on_standard_error(finished):
 def test_a_run_leaves_what_it_promises(finished):
     names = {path.name for path in finished.output.iterdir()}
     files = {"config.json", "provenance.json", "tokenizer.json", "metrics.jsonl", "results.json", "sample.txt"}
-    assert names == files | {"checkpoint", "loss.png"}
+    assert names == files | {"checkpoint", "loss.png", ".lock"}
     config = json.loads((finished.output / "config.json").read_text())
     assert config["command"] == "decoder-only"
     assert (config["model"]["d_model"], config["model"]["d_ff"], config["model"]["max_length"]) == (8, 32, 6)
