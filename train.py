@@ -35,7 +35,7 @@ from flax_transformer.commands.encoder_decoder_job import prepare_encoder_decode
 from flax_transformer.commands.jobs import Job, count_labels
 from flax_transformer.commands.plan import show
 from flax_transformer.commands.processes import Agreement, from_main_process, together
-from flax_transformer.commands.progress import Display, Pace, Report, StopSignal, display
+from flax_transformer.commands.progress import Display, Pace, Report, StopSignal, Terminated, display, terminable
 from flax_transformer.commands.records import UNWRITABLE, Records
 from flax_transformer.commands.tensorboard import require_tensorboard
 from flax_transformer.commands.train_options import DecoderOnlyOptions, Options
@@ -102,16 +102,16 @@ def plan(options: Options, slice_name: str) -> int:
 
 def begin(run: Run) -> tuple[training.ModelStructure, training.TrainState, list[str]]:
     """The model's structure, the state to go on from, and lines about what was found."""
-    structure, parameters, buffers = training.split_model(run.job.build_model())
-    state = training.init_state(parameters, buffers, run.job.optimizer, seed=run.options.training.seed)
 
-    def restore() -> tuple[training.TrainState, list[str]]:
+    def build() -> tuple[training.ModelStructure, training.TrainState, list[str]]:
+        structure, parameters, buffers = training.split_model(run.job.build_model())
+        state = training.init_state(parameters, buffers, run.job.optimizer, seed=run.options.training.seed)
         if not distributed.is_main_process():
-            return state, []
+            return structure, state, []
         with Checkpoints(run.directory.checkpoints) as checkpoints:
-            return runs.resume(checkpoints, state)
+            return structure, *runs.resume(checkpoints, state)
 
-    state, notices = together(restore)
+    structure, state, notices = together(build)
     return structure, from_main_process(state), notices
 
 
@@ -136,8 +136,17 @@ def execute(run: Run, structure: training.ModelStructure, state: training.TrainS
             _say_why(run, trained)
         return trained.status
     validation_loss = trained.validation_loss
-    together(lambda: finish(run, structure, trained.state, validation_loss) if main else None)
+    try:
+        together(lambda: finish(run, structure, trained.state, validation_loss) if main else None)
+    except KeyboardInterrupt as interruption:
+        if main:
+            _say_why(run, dataclasses.replace(trained, status=_status_of(interruption)))
+        return _status_of(interruption)
     return 0
+
+
+def _status_of(interruption: KeyboardInterrupt) -> int:
+    return 128 + (signal.SIGTERM if isinstance(interruption, Terminated) else signal.SIGINT)
 
 
 def _say_why(run: Run, trained: Trained) -> None:
@@ -226,7 +235,7 @@ def train(
                 break
         together(records.close if records else lambda: None)
     final = layout.unplace_state(state)
-    if status == NOT_FINITE or (status and int(final.step) < total):
+    if status:
         return Trained(final, None, status, str(watch) if status == NOT_FINITE else None)
     return Trained(final, validation if first < total else validate())
 
@@ -287,7 +296,7 @@ def _in_words(layout: parallel.Layout) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status, whose meanings `python train.py --help` tells."""
-    with contextlib.ExitStack() as held:
+    with terminable(), contextlib.ExitStack() as held:
         return _main(list(sys.argv[1:] if arguments is None else arguments), held)
 
 
@@ -313,8 +322,8 @@ def _main(arguments: Sequence[str], held: contextlib.ExitStack) -> int:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         return _fail(f"{error} Give a smaller --batch-size, shorter sequences or a smaller model.", status=1)
-    except KeyboardInterrupt:  # outside the training loop, or the second one within it
-        return _fail("interrupted", status=128 + signal.SIGINT)
+    except KeyboardInterrupt as interruption:  # before the training loop, or the second one within it
+        return _fail("interrupted", status=_status_of(interruption))
 
 
 def set_up(options: Options, arguments: Sequence[str], held: contextlib.ExitStack) -> Run:

@@ -10,18 +10,25 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from flax_transformer.checkpoint import NotFiniteError
+from flax_transformer.commands.progress import Terminated
 
 Result = TypeVar("Result")
 
 # What `together` raises, here and in the other processes, by what they tell each other of it.
-_PROBLEMS: dict[int, type[Exception]] = {1: OSError, 2: NotFiniteError, 3: ValueError}
+_PROBLEMS: dict[int, type[BaseException]] = {
+    1: OSError,
+    2: NotFiniteError,
+    3: ValueError,
+    4: Terminated,
+    5: KeyboardInterrupt,
+}
 
 
 def together(action: Callable[[], Result]) -> Result:
     """What the action returns, once it has succeeded in every process: one that ended alone would leave the others waiting.
 
     Raises:
-        ValueError, OSError, NotFiniteError: the action's, here or in another process.
+        ValueError, OSError, NotFiniteError, KeyboardInterrupt: the action's, here or in another process.
     """
     try:
         result, problem, number = [action()], None, 0

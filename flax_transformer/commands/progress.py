@@ -1,10 +1,12 @@
 """What a person sees while a model trains: a bar on a terminal, plain lines elsewhere, nothing on other processes."""
 
 import abc
+import contextlib
 import dataclasses
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -182,6 +184,25 @@ def display(total_steps: int, *, process_index: int) -> Display:
     if process_index != 0:
         return Silence()
     return Bar(total_steps) if sys.stdout.isatty() else Lines(total_steps)
+
+
+class Terminated(KeyboardInterrupt):
+    """What SIGTERM raises, as Ctrl-C raises its parent."""
+
+
+@contextlib.contextmanager
+def terminable() -> Iterator[None]:
+    """SIGTERM raises `Terminated`, so that a program ends by its own exit status."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        del number, frame
+        raise Terminated
+
+    previous = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 class StopSignal:

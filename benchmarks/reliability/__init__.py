@@ -1,0 +1,1 @@
+"""What an interruption costs, measured: `python -m benchmarks.reliability --help`."""

@@ -1,0 +1,89 @@
+"""Saved on N devices, resumed on M: the same bits, and the same examples in the same order."""
+
+import dataclasses
+import itertools
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+DEVICES = (1, 2, 4, 8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Elastic:
+    """Save a train state that lies on 1, 2, 4 or 8 simulated devices under pmap or jit, load it onto each other number under
+    each layout, and compare parameters, optimizer state and the next batches bit for bit."""
+
+    def run(self) -> bool:
+        """Whether all were equal."""
+        environment = {
+            **os.environ,
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={max(DEVICES)}",
+        }
+        command = [sys.executable, "-m", "benchmarks.reliability.elastic"]
+        return subprocess.run(command, env=environment, check=False).returncode == 0
+
+
+def _random_like(state: Any, *, seed: int) -> Any:
+    import jax
+    import numpy as np
+
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda leaf: np.asarray(rng.integers(1, 99, leaf.shape), leaf.dtype), state)
+
+
+def main() -> int:
+    """In a process that has the devices; returns its exit status."""
+    import jax
+    import numpy as np
+    import optax
+    from flax import nnx
+
+    import flax_transformer as ft
+    from flax_transformer import data, parallel, training
+    from flax_transformer.checkpoint import Checkpoints
+
+    def bits(tree) -> list[bytes]:
+        return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+
+    config = ft.DecoderOnlyConfig.small(vocab_size=11, d_model=6, d_ff=7, num_heads=3, num_layers=1, max_length=5)
+    _, parameters, buffers = training.split_model(ft.DecoderOnly(config, rngs=nnx.Rngs(0)))
+    optimizer = optax.adam(0.01)
+    ids = np.random.default_rng(0).integers(0, 11, 300).astype(np.int32)
+    batches = [data.sample_batch(ids, batch_size=16, context_length=5, seed=3, step=step) for step in (2, 3)]
+    layouts = {
+        (kind, count): parallel.layout(kind, devices=count)
+        for kind, count in itertools.product(("pmap", "jit"), DEVICES)
+    }
+    like = training.init_state(parameters, buffers, optimizer, seed=5)
+    unequal = []
+    with tempfile.TemporaryDirectory() as folder:
+        for number, ((kind, count), layout) in enumerate(layouts.items()):
+            saved = layout.unplace_state(layout.place_state(_random_like(like, seed=number)))
+            directory = Path(folder) / f"{kind}-{count}"
+            with Checkpoints(directory) as checkpoints:
+                checkpoints.save(1, saved)
+                for (other, others), target in layouts.items():
+                    placed = target.place_state(checkpoints.restore(like))
+                    same = bits(target.unplace_state(placed)) == bits(saved)
+                    for batch in batches:
+                        spread = target.place_batch(batch)
+                        rows = np.reshape(np.asarray(spread.examples), -1)
+                        inputs = np.reshape(np.asarray(spread.batch.inputs), batch.inputs.shape)
+                        same &= rows.tolist() == list(range(16)) and inputs.tobytes() == batch.inputs.tobytes()
+                    if not same:
+                        unequal.append(f"{kind} on {count} to {other} on {others}")
+            print(f"saved {number + 1} of {len(layouts)}: {kind} on {count}", flush=True)
+    print("\n| saved on | loaded on | pairs | unequal |\n|---|---|---|---|")
+    names = "pmap and jit, " + ", ".join(map(str, DEVICES))
+    print(f"| {names} | {names} | {len(layouts) ** 2} | {len(unequal)} |")
+    print("".join(f"unequal: {pair}\n" for pair in unequal), end="")
+    return 1 if unequal else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
