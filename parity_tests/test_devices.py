@@ -69,16 +69,18 @@ def results(tmp_path_factory) -> dict[tuple[str, Run], Arrays]:
     return execute(directory, [*PLAIN, *ONE_PROCESS, *FAULTY, UNSPREAD], TWO_PROCESSES)
 
 
-def execute(directory: Path, one: list[Run], two: list[Run]) -> dict[tuple[str, Run], Arrays]:
+def execute(
+    directory: Path, one: list[Run], two: list[Run], *, timeout_seconds: int = 600
+) -> dict[tuple[str, Run], Arrays]:
     """The results of runs in one process of 8 devices, and in two processes of 4."""
     halves = [[run for run in one if (run.model, run.dtype) == ("decoder_only", "float64")]]
     halves.append([run for run in one if run not in halves[0]])
     plans = [plan(directory / f"one.{number}", half) for number, half in enumerate(halves)]
-    finish([start(file, devices=8) for file in plans])
+    finish([start(file, devices=8) for file in plans], timeout_seconds=timeout_seconds)
 
     joined = {"coordinator": f"localhost:{free_port()}", "num_processes": 2}
     plans = [plan(directory / f"two.{number}", two, **joined, process_id=number) for number in range(2)]
-    finish([start(file, devices=4) for file in plans])
+    finish([start(file, devices=4) for file in plans], timeout_seconds=timeout_seconds)
 
     found = {}
     for name, runs in (("one.0", halves[0]), ("one.1", halves[1]), ("two.0", two)):
@@ -111,9 +113,9 @@ def start(file: Path, *, devices: int) -> subprocess.Popen:
     )
 
 
-def finish(processes: list[subprocess.Popen]) -> None:
+def finish(processes: list[subprocess.Popen], *, timeout_seconds: int) -> None:
     try:
-        outputs = [process.communicate(timeout=600)[0] for process in processes]
+        outputs = [process.communicate(timeout=timeout_seconds)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
@@ -292,7 +294,7 @@ def test_every_mesh_of_up_to_8_devices_takes_the_steps_of_one_device_with_both_m
         *(Run(model, "float64", "jit", 8, str(mesh)) for model in models for mesh in meshes[8]),
         *(Run(model, "float64", "jit", 6, str(mesh)) for model in models for mesh in meshes[6]),
     ]
-    found = execute(tmp_path, one, two)
+    found = execute(tmp_path, one, two, timeout_seconds=3600)
     for key in found:
         assert_same_steps(found, key)
         test_the_same_layout_twice_is_bit_identical(found, key)
