@@ -38,6 +38,8 @@ Initialisation = Literal["torch_default", "xavier_uniform", "gpt2"]
 CheckIds = Literal["off", "on"]
 Dtype = Literal["float32", "float64", "bfloat16"]
 Precision = Literal["default", "high", "highest"]
+Rematerialise = Literal["none", "layers"]
+RunLayers = Literal["unrolled", "scanned"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,6 +83,9 @@ class TransformerConfig:
     ``param_dtype``, ``compute_dtype``, ``precision``
         Storage of parameters, type of activations, and ``jax.lax.Precision`` of every matrix product. ``highest`` means
         that float32 is float32 on every backend; JAX's own default is bfloat16 on TPU and TF32 on GPU.
+    ``rematerialise``, ``layers``
+        ``layers`` computes each layer once more in the backward pass, in place of keeping it; ``scanned`` compiles one
+        layer and loops, which helps deep models. Same parameters and, up to rounding, same numbers: ``stacks.py``.
     """
 
     d_model: int
@@ -110,6 +115,8 @@ class TransformerConfig:
     param_dtype: Dtype = "float32"
     compute_dtype: Dtype = "float32"
     precision: Precision = "highest"
+    rematerialise: Rematerialise = "none"
+    layers: RunLayers = "unrolled"
 
     def __post_init__(self) -> None:
         problems = _invalid_options(self) or self._invalid_combinations()

@@ -14,6 +14,7 @@ from flax_transformer.dropout import DropoutSource, require_source
 from flax_transformer.inputs import require_config, require_token_ids
 from flax_transformer.layers import Embedding, FeedForward, OutputProjection, Positions, Residual, final_norm
 from flax_transformer.masks import causal_mask, combine_masks, require_mask
+from flax_transformer.stacks import runner
 
 
 class Block(nnx.Module):
@@ -59,6 +60,7 @@ class DecoderOnly(nnx.Module):
         self.embedding = Embedding(config, config.vocab_size, rngs=rngs)
         self.positions = Positions(config, rngs=rngs)
         self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.num_layers)])
+        self.run_layers = runner(config)
         self.norm = final_norm(config)
         tied_to = self.embedding.embedding if config.embedding_tying == "output" else None
         self.output = OutputProjection(config, config.vocab_size, tied_to=tied_to, rngs=rngs)
@@ -97,9 +99,7 @@ class DecoderOnly(nnx.Module):
         mask = causal if mask is None else combine_masks(causal, mask)
         dropout = require_source(dropout)
         x = self.positions(self.embedding(ids), dropout)
-        for block in self.blocks:
-            x = block(x, mask, dropout)
-        return self.norm(x)
+        return self.norm(self.run_layers(self.blocks, x, mask, dropout=dropout))
 
     def logits(self, features: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """The output projection of the hidden states."""

@@ -6,14 +6,14 @@ that another framework drew.
 """
 
 import abc
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 
 class DropoutSource(abc.ABC):
@@ -22,6 +22,18 @@ class DropoutSource(abc.ABC):
     @abc.abstractmethod
     def keep(self, shape: tuple[int, ...], rate: float) -> Bool[Array, "..."]:
         """The mask of the next site: True with probability ``1 - rate``. The first axis of ``shape`` is B."""
+
+    def of_layers(self, count: int, sites: int) -> Callable[[Int[Array, ""]], "DropoutSource"]:
+        """Sources of the next ``count`` layers, each of so many sites, by the number of the layer, which may be traced: for
+        a loop over layers, whose body is run once for all of them. This source goes on after the last.
+
+        Raises:
+            ValueError: the source must be asked site after site.
+        """
+        raise ValueError(
+            f"{type(self).__name__} gives its masks site after site, and scanned layers are run once for all; take a model "
+            'with layers="unrolled", or RandomDropout'
+        )
 
 
 class RandomDropout(DropoutSource):
@@ -32,16 +44,17 @@ class RandomDropout(DropoutSource):
 
     Args:
         keys: (B,) of ``jax.random.key``s, one per example.
+        first_site: the number of its first site, which may be traced.
     """
 
-    def __init__(self, keys: Array) -> None:
+    def __init__(self, keys: Array, *, first_site: int | Int[Array, ""] = 0) -> None:
         if not jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) or keys.ndim != 1:
             raise ValueError(
                 f"RandomDropout needs one jax.random.key per example, shape (B,), got {keys.dtype} of shape {keys.shape}; "
                 "split one key with jax.random.split(key, batch_size)"
             )
         self._keys = keys
-        self._site = 0
+        self._site = first_site
 
     def keep(self, shape: tuple[int, ...], rate: float) -> Bool[Array, "..."]:
         if shape[0] != self._keys.shape[0]:
@@ -53,6 +66,30 @@ class RandomDropout(DropoutSource):
         return jax.vmap(lambda key: jax.random.bernoulli(jax.random.fold_in(key, site), 1 - rate, shape[1:]))(
             self._keys
         )
+
+    def of_layers(self, count: int, sites: int) -> Callable[[Int[Array, ""]], DropoutSource]:
+        first = self._site
+        self._site = first + count * sites
+        return lambda layer: RandomDropout(self._keys, first_site=first + layer * sites)
+
+
+class _CountedSites(DropoutSource):
+    """Keeps everything and counts how often it was asked."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def keep(self, shape: tuple[int, ...], rate: float) -> Bool[Array, "..."]:
+        del rate
+        self.count += 1
+        return jnp.ones(shape, bool)
+
+
+def count_sites(call: Callable[[DropoutSource], Any]) -> int:
+    """How many masks a call asks its source for. Traces the call and computes nothing."""
+    source = _CountedSites()
+    jax.eval_shape(lambda: call(source))
+    return source.count
 
 
 class ReplayedDropout(DropoutSource):

@@ -14,6 +14,7 @@ from flax_transformer.dropout import DropoutSource, require_source
 from flax_transformer.inputs import require_config, require_token_ids
 from flax_transformer.layers import Embedding, FeedForward, OutputProjection, Positions, Residual, final_norm
 from flax_transformer.masks import require_mask
+from flax_transformer.stacks import runner
 
 
 class EncoderLayer(nnx.Module):
@@ -37,13 +38,12 @@ class Encoder(nnx.Module):
     def __init__(self, config: EncoderDecoderConfig, *, rngs: nnx.Rngs) -> None:
         self.layers = _stack(config, lambda: EncoderLayer(config, rngs=rngs))
         self.norm = final_norm(config)
+        self.run_layers = runner(config)
 
     def __call__(
         self, x: Float[Array, "B S D"], mask: Bool[Array, "#B 1 #S #S"] | None, dropout: DropoutSource | None = None
     ) -> Float[Array, "B S D"]:
-        for layer in self.layers:
-            x = layer(x, mask, dropout)
-        return self.norm(x)
+        return self.norm(self.run_layers(self.layers, x, mask, dropout=dropout))
 
 
 class DecoderLayer(nnx.Module):
@@ -91,6 +91,7 @@ class Decoder(nnx.Module):
     def __init__(self, config: EncoderDecoderConfig, *, rngs: nnx.Rngs) -> None:
         self.layers = _stack(config, lambda: DecoderLayer(config, rngs=rngs))
         self.norm = final_norm(config)
+        self.run_layers = runner(config)
 
     def __call__(
         self,
@@ -100,9 +101,7 @@ class Decoder(nnx.Module):
         target_mask: Bool[Array, "#B 1 #T #T"] | None,
         dropout: DropoutSource | None = None,
     ) -> Float[Array, "B T D"]:
-        for layer in self.layers:
-            x = layer(x, memory, source_mask, target_mask, dropout)
-        return self.norm(x)
+        return self.norm(self.run_layers(self.layers, x, memory, source_mask, target_mask, dropout=dropout))
 
     def step(self, x: Float[Array, "B T D"], cache: Cache) -> tuple[Float[Array, "B T D"], Cache]:
         """The features of new positions, and the cache that holds them."""

@@ -25,6 +25,7 @@ from matplotlib.ticker import MaxNLocator
 
 from flax_transformer.parity import record_flax
 from flax_transformer.parity.recording import split_activation_key
+from flax_transformer.stacks import unrolled
 
 MAX_TOKENS = 64  # on one axis; more cannot be told apart
 MAX_LABEL = 14  # characters of one token
@@ -121,7 +122,7 @@ def collect_attention(model: nnx.Module, *inputs: Any) -> dict[str, Float[np.nda
     def call(model: Any, **named: Any) -> Any:
         return model(*(None if place is None else named[place] for place in places))
 
-    recording = record_flax(model, arrays, dtype="float32", call=call)
+    recording = record_flax(unrolled(model), arrays, dtype="float32", call=call)
     found = {}
     for key, weights in recording.activations.items():
         path, calls = split_activation_key(key)

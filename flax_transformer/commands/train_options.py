@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from flax_transformer.commands.recipes import DECODER_ONLY, ENCODER_DECODER, ScheduleName
+from flax_transformer.config import Rematerialise, RunLayers
 from flax_transformer.data import BadPairs
 from flax_transformer.parallel import Kind
 from flax_transformer.tokenizer import Vocabulary
@@ -35,6 +36,23 @@ class ModelOptions:
     """Layers of each stack."""
     dropout: _Number = None
     """Share of activations that is dropped in training, in [0, 1)."""
+    rematerialise: Annotated[
+        Rematerialise | None,
+        _option(
+            "{none,layers}",
+            "none",
+            "layers: each layer is computed once more in the backward pass in place of being kept, a third more work in "
+            "much less memory.",
+        ),
+    ] = None
+    layers: Annotated[
+        RunLayers | None,
+        _option(
+            "{unrolled,scanned}",
+            "unrolled",
+            "scanned: one layer is compiled, and a loop goes over all of them: a deep model compiles as fast as a flat one.",
+        ),
+    ] = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

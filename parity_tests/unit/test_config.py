@@ -29,6 +29,8 @@ OPTIONS = {
     "param_dtype": ("float32", "float64", "bfloat16"),
     "compute_dtype": ("float32", "float64", "bfloat16"),
     "precision": ("default", "high", "highest"),
+    "rematerialise": ("none", "layers"),
+    "layers": ("unrolled", "scanned"),
 }
 SIZES = ("d_model", "d_ff", "num_heads", "num_layers", "max_length")
 FRACTIONS = ("dropout", "attention_dropout", "activation_dropout", "label_smoothing")

@@ -14,7 +14,7 @@ LIBRARY = ROOT / "flax_transformer"
 # From the ground up. A module may import from lower floors, and from its own floor where that makes no cycle.
 FLOORS = [
     ["config", "numerics", "initialisation", "masks", "dropout", "inputs", "weights.rules"],
-    ["cache", "layers", "flash_attention", "attention"],
+    ["cache", "layers", "flash_attention", "attention", "stacks"],
     ["encoder_decoder", "decoder_only", "weights"],
     ["losses", "optimizers", "schedules", "sharding", "vocabulary_loss", "flops", "collectives", "chips"],
     ["training", "distributed", "parallel", "planning"],

@@ -103,7 +103,8 @@ def test_bad_metrics_are_one_clear_error_and_no_picture(tmp_path, content, messa
 
 
 def test_attention_of_a_decoder_only_model_is_causal_and_sums_to_one():
-    config = ft.DecoderOnlyConfig.small(vocab_size=11, d_model=6, d_ff=10, num_heads=3, num_layers=2)
+    """Of one whose layers are scanned: they are run one by one to be watched."""
+    config = ft.DecoderOnlyConfig.small(vocab_size=11, d_model=6, d_ff=10, num_heads=3, num_layers=2, layers="scanned")
     weights = collect_attention(ft.DecoderOnly(config, rngs=nnx.Rngs(0)), np.array([[3, 1, 4, 1, 5]], np.int32))
     assert list(weights) == ["blocks.0.attention", "blocks.1.attention"]
     for layer in weights.values():
