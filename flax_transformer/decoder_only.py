@@ -11,6 +11,7 @@ from flax_transformer.attention import MultiHeadAttention
 from flax_transformer.cache import Cache, KeysAndValues, Step, empty_texts, require_room
 from flax_transformer.config import DecoderOnlyConfig
 from flax_transformer.dropout import DropoutSource, require_source
+from flax_transformer.flash_attention import Pattern
 from flax_transformer.inputs import require_config, require_token_ids
 from flax_transformer.layers import Embedding, FeedForward, OutputProjection, Positions, Residual, final_norm
 from flax_transformer.masks import causal_mask, combine_masks, require_mask
@@ -27,9 +28,14 @@ class Block(nnx.Module):
         self.feed_forward_residual = self.attention_residual if config.sharing == "document" else Residual(config)
 
     def __call__(
-        self, x: Float[Array, "B T D"], mask: Bool[Array, "#B 1 T T"], dropout: DropoutSource | None = None
+        self,
+        x: Float[Array, "B T D"],
+        mask: Bool[Array, "#B 1 T T"],
+        dropout: DropoutSource | None = None,
+        *,
+        pattern: Pattern = "any",
     ) -> Float[Array, "B T D"]:
-        x = self.attention_residual(x, lambda y: self.attention(y, y, y, mask, dropout), dropout)
+        x = self.attention_residual(x, lambda y: self.attention(y, y, y, mask, dropout, pattern=pattern), dropout)
         return self.feed_forward_residual(x, lambda y: self.feed_forward(y, dropout), dropout)
 
     def step(
@@ -96,10 +102,11 @@ class DecoderOnly(nnx.Module):
         B, T = ids.shape  # noqa: N806  (axis letters, see config.py)
         mask = require_mask(mask, (B, T, T), name="mask")
         causal = causal_mask(T)
+        pattern: Pattern = "causal" if mask is None else "any"
         mask = causal if mask is None else combine_masks(causal, mask)
         dropout = require_source(dropout)
         x = self.positions(self.embedding(ids), dropout)
-        return self.norm(self.run_layers(self.blocks, x, mask, dropout=dropout))
+        return self.norm(self.run_layers(self.blocks, x, mask, dropout=dropout, pattern=pattern))
 
     def logits(self, features: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """The output projection of the hidden states."""

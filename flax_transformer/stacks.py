@@ -44,9 +44,10 @@ def _unrolled(
     *context: Any,
     dropout: DropoutSource | None,
     call: Call,
+    **known: Any,
 ) -> Float[Array, "B T D"]:
     for layer in layers:
-        x = call(layer, x, context, dropout)
+        x = call(functools.partial(layer, **known), x, context, dropout)
     return x
 
 
@@ -56,6 +57,7 @@ def _scanned(
     *context: Any,
     dropout: DropoutSource | None,
     call: Call,
+    **known: Any,
 ) -> Float[Array, "B T D"]:
     first, count = layers[0], len(layers)
     graph = nnx.graphdef(first)
@@ -64,12 +66,12 @@ def _scanned(
     if dropout is None:
         sources = lambda number: None  # noqa: E731
     else:
-        sources = dropout.of_layers(count, count_sites(lambda source: first(x, *context, source)))
+        sources = dropout.of_layers(count, count_sites(lambda source: first(x, *context, source, **known)))
 
     def body(x: Array, numbered: tuple[Array, Any]) -> tuple[Array, None]:
         number, arrays = numbered
         layer = first if arrays is None else nnx.merge(graph, arrays)
-        return call(layer, x, context, sources(number)), None
+        return call(functools.partial(layer, **known), x, context, sources(number)), None
 
     return jax.lax.scan(body, x, (jnp.arange(count), stacked))[0]
 
@@ -93,7 +95,10 @@ _RUNNERS = {
 
 
 def runner(config: TransformerConfig) -> Callable[..., Array]:
-    """What runs the layers of a stack: `run(layers, x, *context, dropout=source)`, with `layer(x, *context, source)`."""
+    """What runs the layers of a stack: `run(layers, x, *context, dropout=source, **known)`.
+
+    A layer is called as `layer(x, *context, source, **known)`; what is known is the same for all of them, and no array.
+    """
     return _RUNNERS[config.layers, config.rematerialise]
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from unittest import mock
 
 import train
-from flax_transformer import parallel
+from flax_transformer import distributed, parallel
 
 TINY = [
     *("--d-model", "8", "--num-heads", "2", "--num-layers", "1", "--context-length", "5", "--batch-size", "8"),
@@ -60,7 +60,7 @@ def ways(layout: Any) -> dict[str, tuple[list[str], Any]]:
 
 
 def main(port: str, process: str, text: str, directory: str) -> None:
-    parallel.initialise_distributed(coordinator=f"localhost:{port}", num_processes=2, process_id=int(process))
+    distributed.initialise_distributed(coordinator=f"localhost:{port}", num_processes=2, process_id=int(process))
     results = {}
     layout = parallel.layout("pmap")
     with mock.patch.object(parallel, "layout", return_value=layout):

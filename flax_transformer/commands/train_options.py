@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from flax_transformer.commands.recipes import DECODER_ONLY, ENCODER_DECODER, ScheduleName
-from flax_transformer.config import Rematerialise, RunLayers
+from flax_transformer.config import Attention, Rematerialise, RunLayers
 from flax_transformer.data import BadPairs
 from flax_transformer.parallel import Kind
 from flax_transformer.tokenizer import Vocabulary
@@ -36,6 +36,18 @@ class ModelOptions:
     """Layers of each stack."""
     dropout: _Number = None
     """Share of activations that is dropped in training, in [0, 1)."""
+    attention_dropout: _Number = None
+    """Share of attention weights that is dropped in training, in [0, 1)."""
+    attention: Annotated[
+        Attention | None,
+        _option(
+            "{einsum,flash}",
+            "einsum",
+            "How attention is computed: einsum: plain products; flash: the kernel of a TPU or GPU, whose memory does not "
+            "grow with the square of the length; it takes --attention-dropout 0 and a precision below float32's, and falls "
+            "back to plain products, with a warning, where it cannot be used.",
+        ),
+    ] = None
     rematerialise: Annotated[
         Rematerialise | None,
         _option(
