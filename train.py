@@ -39,6 +39,7 @@ from flax_transformer.commands.progress import Display, Pace, Report, StopSignal
 from flax_transformer.commands.records import UNWRITABLE, Records
 from flax_transformer.commands.tensorboard import require_tensorboard
 from flax_transformer.commands.train_options import DecoderOnlyOptions, Options
+from flax_transformer.commands.utilisation import Trace, Utilisation
 from flax_transformer.commands.watch import NOT_FINITE, Watch
 from flax_transformer.losses import LossSums
 from flax_transformer.sharding import MeshShape
@@ -187,7 +188,8 @@ def train(
     take_step = layout.compile_train_step(structure, job.loss, job.optimizer, accumulate=accumulate)
     evaluate = layout.compile_eval_step(structure, job.validation_loss)
     first, validation = int(state.step), None
-    state, pace = layout.place_state(state), Pace(first, total)
+    use, pace = Utilisation(structure, job.validation_loss, state, layout.devices), Pace(first, total)
+    state = layout.place_state(state)
     require_same_state(first, layout.replicas(state))
     agreement, status, watch = Agreement(), 0, Watch(limit=run.options.run.max_bad_steps)
 
@@ -195,15 +197,18 @@ def train(
         sums = [jax.device_get(evaluate(state, layout.place_batch(batch))) for batch in job.validation()]
         return float(LossSums(*(jnp.asarray(sum(part)) for part in zip(*sums, strict=True))).mean)
 
-    with together(lambda: open_records(run, first)) as records:
+    profile = run.directory.profile if run.options.run.profile else None
+    with together(lambda: open_records(run, first)) as records, Trace(profile) as trace:
         # In every process the same, which have to save together.
         best = float(from_main_process(np.float32(records.best_validation_loss if records else math.inf)))
         if first < total:
             shown.begin()
         for number in range(first + 1, total + 1):
+            trace.before_step()
             batch = job.batch(number - 1)
             state, metrics = take_step(state, layout.place_batch(batch))
-            pace.took(number, count_labels(batch), metrics)
+            trace.after_step(metrics)
+            pace.took(number, count_labels(batch), metrics, flops=use.flops(batch))
             watch.took(number, metrics)
 
             validated = number % job.validate_every == 0 or number == total
@@ -211,10 +216,21 @@ def train(
             logged = validated or number == 1 or number % run.options.run.log_every == 0
             if logged or pace.is_overdue():
                 loss, grad_norm, _, skipped, _ = (value.item() for value in jax.device_get(metrics))
-                speed, left = pace.measure()
+                speed = pace.measure()
                 validation = validate() if validated else None
                 rate = float(job.schedule(jnp.asarray(number - 1 - skipped)))
-                report = Report(number, loss, rate, grad_norm, speed, left, validation, skipped)
+                report = Report(
+                    number,
+                    loss,
+                    rate,
+                    grad_norm,
+                    speed.tokens_per_second,
+                    speed.seconds_left,
+                    validation,
+                    skipped,
+                    use.mfu(speed.flops_per_second),
+                    use.peak_memory(),
+                )
                 if records and logged:
                     records.append(report.as_metrics())
                 shown.show(report)

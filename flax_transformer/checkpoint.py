@@ -9,6 +9,7 @@ A run is one directory:
     checkpoint/N/     the whole train state after N steps, the validation loss if it is known, and a manifest of these files
     tensorboard/      the same as metrics.jsonl, as TensorBoard reads it, if that was asked for
     .lock             held by the process that writes here
+    profile/          a trace of some steps, if that was asked for
     results.json, and sample.txt or samples.txt, at the end: the losses, and what the trained model wrote
 
 A checkpoint is a flat table from names to arrays ("parameters/blocks.0.norm.scale"), whatever classes held them, so that
@@ -58,6 +59,10 @@ class RunDirectory:
     @property
     def tensorboard(self) -> Path:
         return self.root / "tensorboard"
+
+    @property
+    def profile(self) -> Path:
+        return self.root / "profile"
 
     @property
     def provenance(self) -> Path:

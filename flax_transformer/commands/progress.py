@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 from rich.console import Console
@@ -31,6 +31,8 @@ class Report:
         seconds_left: None while unknown.
         validation_loss: nats per token after this step, where it was validated.
         skipped: how many steps so far were skipped, since their loss or gradient was not finite.
+        mfu: model FLOPs utilisation since the last report, where the peak of the devices is known.
+        peak_memory: the most bytes that were ever in use on a device of this process, where they say.
     """
 
     step: int
@@ -41,14 +43,15 @@ class Report:
     seconds_left: float | None
     validation_loss: float | None = None
     skipped: int = 0
+    mfu: float | None = None
+    peak_memory: int | None = None
 
     def as_metrics(self) -> dict[str, int | float | None]:
-        """What is kept of it: all but the guess of the time left, and of the last two what there is."""
+        """What is kept of it: all but the guess of the time left, and from the validation loss on what there is."""
         kept = {name: value for name, value in dataclasses.asdict(self).items() if name != "seconds_left"}
-        if self.validation_loss is None:
-            del kept["validation_loss"]
-        if not self.skipped:
-            del kept["skipped"]
+        for name in ("validation_loss", "skipped", "mfu", "peak_memory"):
+            if not kept[name]:
+                del kept[name]
         return kept
 
     def __str__(self) -> str:
@@ -56,14 +59,24 @@ class Report:
         left = "" if self.seconds_left is None else f"  {_clock(self.seconds_left)} left"
         validated = "" if self.validation_loss is None else f"  validation loss {self.validation_loss:.3f}"
         skipped = f"  {self.skipped} skipped" if self.skipped else ""
+        use = "" if self.mfu is None else f"  MFU {self.mfu:.1%}"
+        use += "" if self.peak_memory is None else f"  {self.peak_memory / 2**30:.1f} GiB"
         numbers = f"loss {self.loss:.3f}  lr {self.learning_rate:.2e}  norm {self.grad_norm:.2f}"
-        return f"{numbers}  {speed}{left}{validated}{skipped}"
+        return f"{numbers}  {speed}{use}{left}{validated}{skipped}"
 
 
 def _clock(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+class Speed(NamedTuple):
+    """How fast training is; None while that is not known."""
+
+    tokens_per_second: float | None
+    flops_per_second: float | None
+    seconds_left: float | None
 
 
 class Pace:
@@ -75,25 +88,30 @@ class Pace:
         """
         self._first, self._total = first, total_steps
         self._number = first
-        self._tokens = 0
+        self._tokens = self._flops = 0
         self._began = self._mark = 0.0
 
-    def took(self, number: int, tokens: int, result: Any) -> None:
+    def took(self, number: int, tokens: int, result: Any, *, flops: int = 0) -> None:
         """A step was started; `result` is what it will have computed."""
         self._number = number
         self._tokens += tokens
+        self._flops += flops
         if number == self._first + 1:
             jax.block_until_ready(result)
             self._began = time.perf_counter()
             self.go_on()
 
-    def measure(self) -> tuple[float | None, float | None]:
-        """Tokens per second since the last report, and seconds left, once the last step is over; None while unknown."""
+    def measure(self) -> Speed:
+        """Since the last report, once the last step is over."""
         now, taken = time.perf_counter(), self._number - self._first - 1
         if taken == 0:
-            return None, None
-        speed = self._tokens / (now - self._mark) if self._tokens else None
-        return speed, (self._total - self._number) * (now - self._began) / taken
+            return Speed(None, None, None)
+        seconds = now - self._mark
+        return Speed(
+            self._tokens / seconds if self._tokens else None,
+            self._flops / seconds if self._flops else None,
+            (self._total - self._number) * (now - self._began) / taken,
+        )
 
     def is_overdue(self) -> bool:
         """Whether people have not seen a report for so long that they wonder."""
@@ -101,7 +119,8 @@ class Pace:
 
     def go_on(self) -> None:
         """The next report is measured from here on."""
-        self._tokens, self._mark = 0, time.perf_counter()
+        self._tokens = self._flops = 0
+        self._mark = time.perf_counter()
 
 
 class Display(abc.ABC):

@@ -157,6 +157,15 @@ class RunOptions:
             "`tensorboard`). To look at them: pip install tensorboard; tensorboard --logdir runs",
         ),
     ] = False
+    profile: Annotated[
+        bool,
+        _option(
+            None,
+            "no",
+            "Trace steps 11 to 15 of this launch with jax.profiler, to the directory profile in --output. To look at it: "
+            "pip install xprof; xprof --logdir DIR/profile",
+        ),
+    ] = False
     attention_maps: Literal["none", "sample"] = "none"
     """sample: at the end, draw the attention of every layer and head on one held-out example, tokens on the axes."""
 
@@ -307,7 +316,17 @@ COMMANDS: dict[str, type[DecoderOnlyOptions] | type[EncoderDecoderOptions]] = {
 }
 
 # What belongs to one launch, and not to the run.
-_OF_A_LAUNCH = {"config", "output", "resume", "plan", "distributed", "coordinator", "num_processes", "process_id"}
+_OF_A_LAUNCH = {
+    "config",
+    "output",
+    "resume",
+    "plan",
+    "profile",
+    "distributed",
+    "coordinator",
+    "num_processes",
+    "process_id",
+}
 
 
 def flat(options: Any) -> dict[str, Any]:
