@@ -37,7 +37,7 @@ Bias = Literal["with", "without"]
 Initialisation = Literal["torch_default", "xavier_uniform", "gpt2"]
 CheckIds = Literal["off", "on"]
 Dtype = Literal["float32", "float64", "bfloat16"]
-Precision = Literal["default", "high", "highest"]
+Precision = Literal["default", "high", "highest", "mixed"]
 Rematerialise = Literal["none", "layers"]
 RunLayers = Literal["unrolled", "scanned"]
 
@@ -82,7 +82,9 @@ class TransformerConfig:
         ``on``: ids outside the vocabulary raise. JAX would silently use the nearest row instead.
     ``param_dtype``, ``compute_dtype``, ``precision``
         Storage of parameters, type of activations, and ``jax.lax.Precision`` of every matrix product. ``highest`` means
-        that float32 is float32 on every backend; JAX's own default is bfloat16 on TPU and TF32 on GPU.
+        that float32 is float32 on every backend; JAX's own default is bfloat16 on TPU and TF32 on GPU. ``mixed`` is what a
+        TPU does by default, on every backend: both factors of a product rounded to bfloat16, sums and results in
+        float32, and everything that is no product in float32 (``numerics.mixed_einsum``).
     ``rematerialise``, ``layers``
         ``layers`` computes each layer once more in the backward pass, in place of keeping it; ``scanned`` compiles one
         layer and loops, which helps deep models. Same parameters and, up to rounding, same numbers: ``stacks.py``.
@@ -143,6 +145,11 @@ class TransformerConfig:
         if self.norm_variance == "unbiased" and self.d_model < 2:
             problems.append(
                 f"an unbiased norm_variance divides by d_model - 1 and needs d_model >= 2, got {self.d_model}"
+            )
+        if self.precision == "mixed" and self.compute_dtype != "float32":
+            problems.append(
+                "precision='mixed' rounds the factors of float32 products and needs compute_dtype='float32', got "
+                f"{self.compute_dtype!r}; choose one of the two"
             )
         if (
             "float64" in (self.param_dtype, self.compute_dtype)

@@ -238,7 +238,7 @@ def _finite(largest: Array) -> Array:
 def _expected_logits(plan: _Plan, features: Array, kernel: Array, bias: Array | None, labels: Array) -> Array:
     numerics, dtype = plan.numerics, plan.numerics.statistics
     own = jnp.take(kernel, labels, axis=0, mode="fill", fill_value=jnp.nan)
-    expected = numerics.einsum("ND,ND->N", own, features, result=dtype)
+    expected = (numerics.rounded(own) * numerics.rounded(features)).sum(axis=-1)
     if bias is not None:
         expected = expected + jnp.take(bias, labels, mode="fill", fill_value=jnp.nan).astype(dtype)
     if plan.every_share:

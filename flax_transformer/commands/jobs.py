@@ -11,7 +11,7 @@ from flax import nnx
 
 from flax_transformer import optimizers, training
 from flax_transformer.commands.recipes import Recipe
-from flax_transformer.commands.train_options import Options, as_record, given
+from flax_transformer.commands.train_options import PRECISIONS, Options, as_record, given
 from flax_transformer.config import TransformerConfig
 from flax_transformer.tokenizer import Tokenizer
 from flax_transformer.vocabulary_loss import default_kind
@@ -73,7 +73,7 @@ def intervals(options: Options, recipe: Recipe) -> dict[str, int]:
 
 def chosen_sizes(options: Options, config: type[TransformerConfig]) -> dict[str, Any]:
     """The fields of a configuration that the user decided; a width brings a feed-forward network four times as wide."""
-    sizes = given(options, dataclasses.fields(config))
+    sizes = {**given(options, dataclasses.fields(config)), **PRECISIONS[options.training.precision]}
     return sizes if options.model.d_model is None else {**sizes, "d_ff": 4 * options.model.d_model}
 
 
@@ -88,6 +88,7 @@ def describe(
 ) -> dict[str, Any]:
     """What config.json is to hold: the options as they can be read back, and what became of them."""
     decided = {**dataclasses.asdict(config), **dataclasses.asdict(recipe), **resolved}
+    decided["precision"] = options.training.precision  # which stands for two fields of the configuration
     return {
         "command": name,
         "options": as_record(options, decided),

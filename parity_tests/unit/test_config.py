@@ -28,7 +28,7 @@ OPTIONS = {
     "check_ids": ("off", "on"),
     "param_dtype": ("float32", "float64", "bfloat16"),
     "compute_dtype": ("float32", "float64", "bfloat16"),
-    "precision": ("default", "high", "highest"),
+    "precision": ("default", "high", "highest", "mixed"),
     "rematerialise": ("none", "layers"),
     "layers": ("unrolled", "scanned"),
 }
