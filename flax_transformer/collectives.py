@@ -30,13 +30,13 @@ def sent_bytes(program: str) -> dict[str, float]:
     A loop's body counts as often as it runs, where the text tells; every branch of a conditional counts.
     """
     computations, entry = _split(program)
-    total: collections.Counter[str] = collections.Counter()
+    total: dict[str, float] = collections.defaultdict(float)
     _add(entry, 1, computations, _devices(program), total)
     return {kind: size for kind, size in total.items() if size}
 
 
 def _add(
-    name: str, times: int, computations: dict[str, list[str]], devices: int, total: collections.Counter[str]
+    name: str, times: int, computations: dict[str, list[str]], devices: int, total: dict[str, float]
 ) -> None:
     for line in computations.get(name, ()):
         if found := _INSTRUCTION.search(line):

@@ -1,7 +1,7 @@
 """Compiling a training step for hardware that is not here: whether it fits, and how long it takes at least.
 
     target = planning.target("v5e:2x4")                     # needs libtpu, and no TPU
-    layout = parallel.JitLayout(target.devices)
+    layout = parallel.layout("jit", devices=target.devices)
     plan = planning.plan(layout, structure, loss, optimizer, state, batch)
 
 The compiler is the one that would compile the step on the slice, so its memory is what the step would take there. Time is
@@ -197,7 +197,7 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _EXHAUSTED = re.compile(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm")
 
 
-def _exhausted(error: jax.errors.JaxRuntimeError) -> tuple[int, int]:
+def _exhausted(error: Exception) -> tuple[int, int]:
     """What the compiler says it would need, and what there is."""
     found = _EXHAUSTED.search(str(error))
     if "RESOURCE_EXHAUSTED" not in str(error) or found is None:

@@ -29,7 +29,9 @@ def show(job: Job, layout: Layout, target: planning.Target, *, accumulate: int) 
         ValueError: a batch that the devices cannot share.
     """
     structure, parameters, buffers = training.split_model(nnx.eval_shape(job.build_model))
-    state = jax.eval_shape(lambda *arrays: training.init_state(*arrays, job.optimizer, seed=0), parameters, buffers)
+    state = jax.eval_shape(
+        lambda parameters, buffers: training.init_state(parameters, buffers, job.optimizer, seed=0), parameters, buffers
+    )
     example = job.batch(0)
 
     def compiled_for(batch_size: int) -> planning.Plan:

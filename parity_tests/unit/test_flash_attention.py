@@ -48,7 +48,7 @@ def test_the_kernel_of_tpus_computes_the_plain_products_and_their_gradients(patt
     arrays, mask = case(pattern)
     keys = None if pattern == "causal" else mask[:, 0, 0]
     with pallas_tpu.force_tpu_interpret_mode():
-        compare(lambda *inputs: flash._on_tpu(pattern == "causal", *inputs, keys), arrays, mask)
+        compare(lambda q, k, v: flash._on_tpu(pattern == "causal", q, k, v, keys), arrays, mask)
 
 
 @pytest.mark.parametrize("pattern", ["causal", "keys"])
@@ -60,7 +60,7 @@ def test_a_platform_without_a_kernel_computes_the_same(pattern):
 def test_what_a_kernel_cannot_do_is_named():
     query = jnp.zeros((B, T, N, H), jnp.bfloat16)
 
-    def reason(query=query, key=query, *, pattern="causal", drops=False, precision="default"):
+    def reason(query=query, key=query, *, pattern: flash.Pattern = "causal", drops=False, precision="default"):
         return flash.obstacle(query, key, pattern=pattern, drops=drops, precision=jax.lax.Precision(precision))
 
     assert reason() is None

@@ -20,7 +20,9 @@ CONFIG = DecoderOnlyConfig.small(vocab_size=V, d_model=D, d_ff=F, num_heads=2, n
 def make_plan(layout: parallel.Layout, *, batch_size: int = B) -> planning.Plan:
     optimizer = optimizers.adam(1e-3)
     structure, parameters, buffers = training.split_model(nnx.eval_shape(lambda: DecoderOnly(CONFIG, rngs=nnx.Rngs(0))))
-    state = jax.eval_shape(lambda *arrays: training.init_state(*arrays, optimizer, seed=0), parameters, buffers)
+    state = jax.eval_shape(
+        lambda parameters, buffers: training.init_state(parameters, buffers, optimizer, seed=0), parameters, buffers
+    )
     shape = (batch_size, T)
     batch = data.Batch(*(jax.ShapeDtypeStruct(shape, dtype) for dtype in (np.int32, np.int32, np.float32)))  # type: ignore[arg-type]
     return planning.plan(layout, structure, training.next_token_loss, optimizer, state, batch)
