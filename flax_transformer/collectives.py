@@ -35,9 +35,7 @@ def sent_bytes(program: str) -> dict[str, float]:
     return {kind: size for kind, size in total.items() if size}
 
 
-def _add(
-    name: str, times: int, computations: dict[str, list[str]], devices: int, total: dict[str, float]
-) -> None:
+def _add(name: str, times: int, computations: dict[str, list[str]], devices: int, total: dict[str, float]) -> None:
     for line in computations.get(name, ()):
         if found := _INSTRUCTION.search(line):
             total[found["kind"]] += times * _sent(line, found, devices)

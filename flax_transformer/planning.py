@@ -167,7 +167,7 @@ def plan(
     try:
         compiled = program.lower(*shapes).compile()
     except jax.errors.JaxRuntimeError as error:
-        needed, limit = _exhausted(error)
+        needed, limit = _exhausted(error, beside=sum(sizes))
         return Plan(**known, needed=needed, limit=limit, fits=False, sent={}, moved=0.0)
     memory = compiled.memory_analysis()
     needed = (
@@ -194,13 +194,18 @@ def _forward_flops(structure: ModelStructure, loss: LossFunction, state: TrainSt
 
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_EXHAUSTED = re.compile(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm")
+_SIZE = r"([\d.]+)([KMGT]?)"
+# The first says what all would take, the second what does beside parameters, optimizer state and batch.
+_EXHAUSTED = re.compile(rf"Used {_SIZE} of {_SIZE} hbm")
+_EXHAUSTED_BESIDE = re.compile(rf"temporaries \({_SIZE}\) exceeds available HBM \({_SIZE}\)")
 
 
-def _exhausted(error: Exception) -> tuple[int, int]:
+def _exhausted(error: Exception, *, beside: int) -> tuple[int, int]:
     """What the compiler says it would need, and what there is."""
-    found = _EXHAUSTED.search(str(error))
+    whole, rest = _EXHAUSTED.search(str(error)), _EXHAUSTED_BESIDE.search(str(error))
+    found = whole or rest
     if "RESOURCE_EXHAUSTED" not in str(error) or found is None:
         raise error
     used, used_unit, limit, limit_unit = found.groups()
-    return int(float(used) * _UNITS[used_unit]), int(float(limit) * _UNITS[limit_unit])
+    needed = int(float(used) * _UNITS[used_unit]) + (0 if whole else beside)
+    return needed, int(float(limit) * _UNITS[limit_unit])

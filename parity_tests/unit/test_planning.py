@@ -52,11 +52,24 @@ def test_a_slice_that_there_is_not_is_refused_in_one_line():
             planning.target("v5e:2x4")
 
 
-def test_what_the_compiler_says_when_memory_does_not_suffice_is_read():
-    text = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 26.50G of 15.75G hbm. Exceeded by 10.75G."
-    assert planning._exhausted(jax.errors.JaxRuntimeError(text)) == (int(26.5 * 2**30), int(15.75 * 2**30))
+@pytest.mark.parametrize(
+    ("text", "needed"),
+    [
+        ("Ran out of memory in memory space hbm. Used 26.50G of 15.75G hbm. Exceeded by 10.75G.", 26.5 * 2**30),
+        (
+            "Ran out of memory on HBM, the total memory required for HLO temporaries (37.25G) exceeds available HBM (15.75G).",
+            37.25 * 2**30 + 1000,
+        ),
+    ],
+)
+def test_what_the_compiler_says_when_memory_does_not_suffice_is_read(text, needed):
+    error = jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: {text}")
+    assert planning._exhausted(error, beside=1000) == (needed, int(15.75 * 2**30))
+
+
+def test_another_failure_of_the_compiler_is_raised():
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
-        planning._exhausted(jax.errors.JaxRuntimeError("INTERNAL: another thing"))
+        planning._exhausted(jax.errors.JaxRuntimeError("INTERNAL: another thing"), beside=0)
 
 
 @pytest.mark.parametrize("largest", [0, 4, 8, 36, 40, 200])
