@@ -57,7 +57,8 @@ def test_a_slice_that_there_is_not_is_refused_in_one_line():
     [
         ("Ran out of memory in memory space hbm. Used 26.50G of 15.75G hbm. Exceeded by 10.75G.", 26.5 * 2**30),
         (
-            "Ran out of memory on HBM, the total memory required for HLO temporaries (37.25G) exceeds available HBM (15.75G).",
+            "Ran out of memory on HBM, the total memory required for HLO temporaries (37.25G) exceeds available HBM "
+            "(15.75G).",
             37.25 * 2**30 + 1000,
         ),
     ],
