@@ -453,9 +453,10 @@ def _check_devices(devices: Devices) -> None:
         raise ValueError("a layout needs at least one device, got none; give some of jax.devices().")
     if len(set(devices)) != len(devices):
         raise ValueError(f"the devices of a layout must differ, got {[device.id for device in devices]}.")
-    held = {process: 0 for process in range(jax.process_count())}
-    for device in devices:  # of other machines too, where a step is only planned
-        held[device.process_index] = held.get(device.process_index, 0) + 1
+    # Devices of a slice that is only compiled for are of processes that are not here.
+    held = dict.fromkeys(sorted({*range(jax.process_count()), *(device.process_index for device in devices)}), 0)
+    for device in devices:
+        held[device.process_index] += 1
     if len(set(held.values())) > 1:
         raise ValueError(
             "every process must hold equally many devices of a layout; process "

@@ -2,7 +2,8 @@
 
     unrolled       a layer at a time, each compiled on its own
     rematerialise  nothing of a layer is kept for the backward pass but its input; the layer is computed once more there.
-                   A third more arithmetic, in the memory of one layer and L inputs
+                   A third more arithmetic, in the memory of one layer and L inputs. On a CPU the layers have to be scanned
+                   too: of unrolled ones XLA finds that they are computed twice, and keeps them
     scanned        one layer is compiled, and a loop goes over the parameters of all: what takes long to compile unrolled, a
                    deep model, does not. The parameters are stacked in each call, which copies them once; outside they have
                    the names and shapes of an unrolled model

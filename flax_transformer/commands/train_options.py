@@ -62,7 +62,7 @@ class ModelOptions:
             "{none,layers}",
             "none",
             "layers: each layer is computed once more in the backward pass in place of being kept, a third more work in "
-            "much less memory.",
+            "much less memory (on a CPU with --layers scanned alone).",
         ),
     ] = None
     layers: Annotated[

@@ -222,6 +222,8 @@ def test_processes_must_hold_equally_many_devices(kind, monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 3)
     with pytest.raises(ValueError, match="process 0 holds 2, 1 holds 1, 2 holds 0"):
         parallel.layout(kind, devices=fake_devices(0, 1, 0))
+    with pytest.raises(ValueError, match="process 0 holds 1, 1 holds 0, 2 holds 0, 5 holds 1"):  # of a slice elsewhere
+        parallel.layout(kind, devices=fake_devices(0, 5))
 
 
 def test_a_number_of_devices_that_processes_cannot_share_is_refused(monkeypatch):
