@@ -1,7 +1,6 @@
 """Saved on N devices, resumed on M: the same bits, and the same examples in the same order."""
 
 import dataclasses
-import itertools
 import os
 import subprocess
 import sys
@@ -14,8 +13,9 @@ DEVICES = (1, 2, 4, 8)
 
 @dataclasses.dataclass(frozen=True)
 class Elastic:
-    """Save a train state that lies on 1, 2, 4 or 8 simulated devices under pmap or jit, load it onto each other number under
-    each layout, and compare parameters, optimizer state and the next batches bit for bit."""
+    """Save a train state that lies on 1, 2, 4 or 8 simulated devices, under pmap or spread over a mesh of data, fsdp and
+    tensor, load it onto every other such layout, and compare parameters, optimizer state and the next batches bit for
+    bit."""
 
     def run(self) -> bool:
         """Whether all were equal."""
@@ -46,41 +46,44 @@ def main() -> int:
     import flax_transformer as ft
     from flax_transformer import data, parallel, training
     from flax_transformer.checkpoint import Checkpoints
+    from flax_transformer.sharding import MeshShape
 
     def bits(tree) -> list[bytes]:
         return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
 
-    config = ft.DecoderOnlyConfig.small(vocab_size=11, d_model=6, d_ff=7, num_heads=3, num_layers=1, max_length=5)
+    config = ft.DecoderOnlyConfig.small(vocab_size=24, d_model=8, d_ff=16, num_heads=2, num_layers=1, max_length=5)
     _, parameters, buffers = training.split_model(ft.DecoderOnly(config, rngs=nnx.Rngs(0)))
     optimizer = optax.adam(0.01)
-    ids = np.random.default_rng(0).integers(0, 11, 300).astype(np.int32)
+    ids = np.random.default_rng(0).integers(0, 24, 300).astype(np.int32)
     batches = [data.sample_batch(ids, batch_size=16, context_length=5, seed=3, step=step) for step in (2, 3)]
-    layouts = {
-        (kind, count): parallel.layout(kind, devices=count)
-        for kind, count in itertools.product(("pmap", "jit"), DEVICES)
-    }
+    layouts: dict[str, parallel.Layout] = {}
+    for count in DEVICES:
+        layouts[f"pmap on {count}"] = parallel.layout("pmap", devices=count)
+        for mesh in sorted(
+            {MeshShape(data=count), MeshShape(data=1, fsdp=count), MeshShape(data=1, tensor=count)}, key=str
+        ):
+            layouts[f"jit on {mesh}"] = parallel.layout("jit", devices=count, mesh=mesh)
+    layouts["jit on a cube"] = parallel.layout("jit", devices=8, mesh=MeshShape(data=2, fsdp=2, tensor=2))
     like = training.init_state(parameters, buffers, optimizer, seed=5)
     unequal = []
     with tempfile.TemporaryDirectory() as folder:
-        for number, ((kind, count), layout) in enumerate(layouts.items()):
+        for number, (source, layout) in enumerate(layouts.items()):
             saved = layout.unplace_state(layout.place_state(_random_like(like, seed=number)))
-            directory = Path(folder) / f"{kind}-{count}"
-            with Checkpoints(directory) as checkpoints:
+            with Checkpoints(Path(folder) / str(number)) as checkpoints:
                 checkpoints.save(1, saved)
-                for (other, others), target in layouts.items():
-                    placed = target.place_state(checkpoints.restore(like))
-                    same = bits(target.unplace_state(placed)) == bits(saved)
-                    for batch in batches:
-                        spread = target.place_batch(batch)
-                        rows = np.reshape(np.asarray(spread.examples), -1)
-                        inputs = np.reshape(np.asarray(spread.batch.inputs), batch.inputs.shape)
-                        same &= rows.tolist() == list(range(16)) and inputs.tobytes() == batch.inputs.tobytes()
-                    if not same:
-                        unequal.append(f"{kind} on {count} to {other} on {others}")
-            print(f"saved {number + 1} of {len(layouts)}: {kind} on {count}", flush=True)
-    print("\n| saved on | loaded on | pairs | unequal |\n|---|---|---|---|")
-    names = "pmap and jit, " + ", ".join(map(str, DEVICES))
-    print(f"| {names} | {names} | {len(layouts) ** 2} | {len(unequal)} |")
+                restored = checkpoints.restore(like)
+            for name, target in layouts.items():
+                same = bits(target.unplace_state(target.place_state(restored))) == bits(saved)
+                for batch in batches:
+                    spread = target.place_batch(batch)
+                    rows = np.reshape(np.asarray(spread.examples), -1)
+                    inputs = np.reshape(np.asarray(spread.batch.inputs), batch.inputs.shape)
+                    same &= rows.tolist() == list(range(16)) and inputs.tobytes() == batch.inputs.tobytes()
+                if not same:
+                    unequal.append(f"{source} to {name}")
+            print(f"saved {number + 1} of {len(layouts)}: {source}", flush=True)
+    print("\n| devices | layouts | saved on one, loaded on another | unequal |\n|---|---|---|---|")
+    print(f"| {', '.join(map(str, DEVICES))} | {len(layouts)} | {len(layouts) ** 2} | {len(unequal)} |")
     print("".join(f"unequal: {pair}\n" for pair in unequal), end="")
     return 1 if unequal else 0
 

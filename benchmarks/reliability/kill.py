@@ -103,7 +103,7 @@ class Kill:
             hit = "in a save"
         logged = len((output / "metrics.jsonl").read_text().splitlines())
         steps = [int(path.name) for path in (output / "checkpoint").glob("*") if path.name.isdecimal()]
-        return hit, (logged - 1) // tiny_run.SAVE_EVERY - max(steps, default=0) // tiny_run.SAVE_EVERY
+        return hit, max((logged - 1) // tiny_run.SAVE_EVERY - max(steps, default=0) // tiny_run.SAVE_EVERY, 0)
 
 
 def _await(process: subprocess.Popen, condition: Callable[[], bool]) -> bool:

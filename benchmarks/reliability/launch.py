@@ -32,8 +32,8 @@ def main(phases: str, *arguments: str) -> int:
 
         write, compile_eval_step = marked(Checkpoints._write, SAVE), Layout.compile_eval_step
 
-        def compile_marked(*given: Any) -> Any:
-            return marked(compile_eval_step(*given), EVALUATION)
+        def compile_marked(*given: Any, **options: Any) -> Any:
+            return marked(compile_eval_step(*given, **options), EVALUATION)
 
         with (
             mock.patch.object(Checkpoints, "_write", write),

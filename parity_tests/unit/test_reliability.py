@@ -21,10 +21,11 @@ def last_row(*arguments: str) -> list[str]:
     return [cell.strip() for cell in row.strip("|").split("|")]
 
 
+@pytest.mark.slow  # its short form is in test_resume
 def test_a_run_that_is_killed_goes_on_bit_for_bit_and_loses_at_most_one_save():
-    kills, *where, lost, runs, equal = last_row("kill", "--times", "2")
-    assert kills == "2"
-    assert sum(map(int, where)) == 2
+    kills, *where, lost, runs, equal = last_row("kill", "--times", "5")
+    assert kills == "5"
+    assert sum(map(int, where)) == 5
     assert lost in "01"
     assert runs == equal
 
@@ -38,7 +39,8 @@ def test_damage_to_any_file_is_named_and_the_checkpoint_before_is_loaded():
 
 def test_a_state_saved_on_some_devices_is_the_same_on_others():
     *_, pairs, unequal = last_row("elastic")
-    assert (pairs, unequal) == ("64", "0")
+    assert int(pairs) > 200
+    assert unequal == "0"
 
 
 @pytest.mark.slow
