@@ -357,6 +357,9 @@ class PmapLayout(Layout):
         self._all = NamedSharding(line, PartitionSpec(DATA))
         self._stacked = NamedSharding(line.local_mesh, PartitionSpec(DATA))
 
+    def __str__(self) -> str:
+        return "pmap"
+
     def place_state(self, state: TrainState) -> TrainState:
         copies = len(self.devices[self._own])
         return jax.tree.map(

@@ -170,7 +170,7 @@ def plan(
         needed, limit = _exhausted(error, beside=sum(sizes))
         return Plan(**known, needed=needed, limit=limit, fits=False, sent={}, moved=0.0)
     memory = compiled.memory_analysis()
-    needed = (
+    needed = memory.peak_memory_in_bytes or (  # not every compiler says it
         memory.argument_size_in_bytes
         + memory.output_size_in_bytes
         - memory.alias_size_in_bytes

@@ -49,10 +49,10 @@ def prepare_decoder_only(options: DecoderOnlyOptions) -> Job:
     shape = dict(batch_size=recipe.batch_size, context_length=recipe.context_length)
     schedule = recipe.make_schedule(d_model=config.d_model)
     every = intervals(options, recipe)
-    kind = vocabulary_loss(
+    over_vocabulary = vocabulary_loss(
         options, positions=recipe.batch_size * recipe.context_length, vocab_size=tokenizer.vocab_size
     )
-    loss = functools.partial(training.next_token_loss, vocabulary_loss=kind)
+    loss = functools.partial(training.next_token_loss, **over_vocabulary)
     return Job(
         name="decoder-only",
         title=[
@@ -77,7 +77,7 @@ def prepare_decoder_only(options: DecoderOnlyOptions) -> Job:
             options,
             config=config,
             recipe=recipe,
-            resolved={**every, "vocabulary_loss": kind},
+            resolved={**every, "vocabulary_loss": over_vocabulary["vocabulary_loss"]},
             data={
                 "name": corpus.name,
                 "sha256": corpus.sha256,

@@ -56,8 +56,8 @@ def prepare_encoder_decoder(options: EncoderDecoderOptions) -> Job:
 
     schedule = recipe.make_schedule(d_model=config.d_model)
     every = intervals(options, recipe)
-    kind = vocabulary_loss(options, positions=recipe.batch_size * recipe.max_length, vocab_size=vocab_size)
-    loss = functools.partial(training.translation_loss, vocabulary_loss=kind)
+    over_vocabulary = vocabulary_loss(options, positions=recipe.batch_size * recipe.max_length, vocab_size=vocab_size)
+    loss = functools.partial(training.translation_loss, **over_vocabulary)
     return Job(
         name="encoder-decoder",
         title=[
@@ -87,7 +87,7 @@ def prepare_encoder_decoder(options: EncoderDecoderOptions) -> Job:
             options,
             config=config,
             recipe=recipe,
-            resolved={**every, "max_length": recipe.max_length, "vocabulary_loss": kind},
+            resolved={**every, "max_length": recipe.max_length, "vocabulary_loss": over_vocabulary["vocabulary_loss"]},
             data={
                 "name": text.name,
                 "sha256": text.sha256,

@@ -13,6 +13,7 @@ from flax_transformer import optimizers, training
 from flax_transformer.commands.recipes import Recipe
 from flax_transformer.commands.train_options import PRECISIONS, Options, as_record, given
 from flax_transformer.config import TransformerConfig
+from flax_transformer.sharding import MeshShape
 from flax_transformer.tokenizer import Tokenizer
 from flax_transformer.vocabulary_loss import default_kind
 
@@ -77,10 +78,13 @@ def chosen_sizes(options: Options, config: type[TransformerConfig]) -> dict[str,
     return sizes if options.model.d_model is None else {**sizes, "d_ff": 4 * options.model.d_model}
 
 
-def vocabulary_loss(options: Options, *, positions: int, vocab_size: int) -> training.VocabularyLoss:
-    """The loss over the vocabulary that the user decided, or the better one for so many tokens in a batch."""
+def vocabulary_loss(options: Options, *, positions: int, vocab_size: int) -> dict[str, Any]:
+    """How the loss over the vocabulary is computed, as arguments of a loss: as the user decided, or as is better for so
+    many tokens in a batch; and how many devices share the vocabulary."""
     kind = options.training.vocabulary_loss
-    return default_kind(positions, vocab_size) if kind == "auto" else kind
+    kind = default_kind(positions, vocab_size) if kind == "auto" else kind
+    shards = 1 if options.device.mesh is None else MeshShape.parse(options.device.mesh).tensor
+    return {"vocabulary_loss": kind, "vocabulary_shards": shards}
 
 
 def describe(

@@ -233,12 +233,14 @@ def test_a_number_of_devices_that_processes_cannot_share_is_refused(monkeypatch)
         parallel.layout("jit", devices=3)
 
 
-def test_only_this_file_says_pmap():
+def test_only_this_file_says_pmap_and_only_kernels_are_mapped_over_a_mesh():
     files = [*(ROOT / "flax_transformer").rglob("*.py"), ROOT / "train.py"]
     sayers = {
-        path.name
+        (node.attr, path.name)
         for path in files
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute) and node.attr in ("pmap", "shard_map", "psum")
     }
-    assert sayers == {"parallel.py"}
+    assert sayers == {
+        ("pmap", "parallel.py"), ("psum", "parallel.py"), ("shard_map", "flash_attention.py"),
+    }  # fmt: skip
