@@ -10,7 +10,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from flax_transformer.checkpoint import NotFiniteError
-from flax_transformer.commands.progress import Terminated
+from flax_transformer.commands.progress import GATE, Terminated
 
 Result = TypeVar("Result")
 
@@ -27,12 +27,18 @@ _PROBLEMS: dict[int, type[BaseException]] = {
 def together(action: Callable[[], Result]) -> Result:
     """What the action returns, once it has succeeded in every process: one that ended alone would leave the others waiting.
 
+    So from the first time on, a signal raises within such an action alone; one that came before raises at its begin.
+
     Raises:
         ValueError, OSError, NotFiniteError, KeyboardInterrupt: the action's, here or in another process.
     """
     try:
+        GATE.closed = False
+        GATE.raise_pending()
         result, problem, number = [action()], None, 0
+        GATE.closed = jax.process_count() > 1
     except tuple(_PROBLEMS.values()) as error:
+        GATE.closed = jax.process_count() > 1
         result, problem = [], error
         number = next(number for number, kind in _PROBLEMS.items() if isinstance(error, kind))
     largest = _largest(number)

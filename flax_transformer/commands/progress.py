@@ -209,19 +209,40 @@ class Terminated(KeyboardInterrupt):
     """What SIGTERM raises, as Ctrl-C raises its parent."""
 
 
+class _Gate:
+    """Whether a signal may raise. Where other processes wait for this one, it has to tell them first, see `together`."""
+
+    def __init__(self) -> None:
+        self.closed = False
+        self.pending: signal.Signals | None = None
+
+    def receive(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        if self.closed and self.pending is None:
+            self.pending = signal.Signals(number)
+            return
+        self.pending = signal.Signals(number)
+        self.raise_pending()
+
+    def raise_pending(self) -> None:
+        number, self.pending = self.pending, None
+        if number is not None:
+            raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
+
+
+GATE = _Gate()
+
+
 @contextlib.contextmanager
 def terminable() -> Iterator[None]:
-    """SIGTERM raises `Terminated`, so that a program ends by its own exit status."""
-
-    def end(number: int, frame: FrameType | None) -> None:
-        del number, frame
-        raise Terminated
-
-    previous = signal.signal(signal.SIGTERM, end)
+    """SIGTERM raises `Terminated`, so that a program ends by its own exit status; it and Ctrl-C wait for `GATE`."""
+    previous = {number: signal.signal(number, GATE.receive) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        GATE.closed, GATE.pending = False, None
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 class StopSignal:
@@ -240,6 +261,7 @@ class StopSignal:
         return 0 if self.received is None else 128 + self.received
 
     def __enter__(self) -> Self:
+        self.received, GATE.pending = GATE.pending, None
         for number in (signal.SIGINT, signal.SIGTERM):
             self._previous[number] = signal.signal(number, self._receive)
         return self
@@ -251,5 +273,6 @@ class StopSignal:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         del frame
         self.received = signal.Signals(number)
+        GATE.closed = False  # for the second one
         signal.signal(number, self._previous[self.received])
         print("\nstopping after this step, to save it; once more to stop at once", file=sys.stderr, flush=True)

@@ -136,6 +136,18 @@ def test_a_signal_to_either_of_two_processes_stops_both_at_once_with_the_last_st
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("phase", ["metrics.jsonl", "provenance.json", "results.json"])
+def test_a_signal_to_two_processes_before_and_after_they_train_ends_both(pairs, text, tmp_path, phase):
+    """Each file is written where another phase begins: building the model, compiling, writing the sample."""
+    output = tmp_path / "run"
+    pairs.append(Pair("--data", text, *TINY, *STEPS, "--generate-tokens", "300", "--output", output))
+    wait_for((output / phase).exists, pairs[0].processes)
+    for process in pairs[0].processes:
+        process.send_signal(signal.SIGTERM)
+    assert [status for status, *_ in pairs[0].finish()] == [143, 143]
+
+
+@pytest.mark.slow
 def test_a_disk_that_is_full_in_the_first_process_ends_both(pairs, text, tmp_path):
     output = tmp_path / "run"
     pairs.append(Pair("--data", text, *TINY, *LONG, "--log-every", "1", "--output", output))
