@@ -113,6 +113,11 @@ def begin(run: Run) -> tuple[training.ModelStructure, training.TrainState, list[
             return structure, *runs.resume(checkpoints, state)
 
     structure, state, notices = together(build)
+    if int(state.step) % run.options.device.steps_per_dispatch:
+        raise ValueError(
+            f"the run stopped after step {int(state.step)}, which is no multiple of --steps-per-dispatch "
+            f"{run.options.device.steps_per_dispatch}; resume it with --steps-per-dispatch 1"
+        )
     return structure, from_main_process(state), notices
 
 
@@ -184,8 +189,8 @@ def train(
         DisagreementError: processes hold different states.
     """
     job, layout, total = run.job, run.layout, run.job.recipe.steps
-    accumulate = run.options.device.accumulate
-    take_step = layout.compile_train_step(structure, job.loss, job.optimizer, accumulate=accumulate)
+    accumulate, at_once = run.options.device.accumulate, run.options.device.steps_per_dispatch
+    take_steps = layout.compile_train_step(structure, job.loss, job.optimizer, accumulate=accumulate, steps=at_once)
     evaluate = layout.compile_eval_step(structure, job.validation_loss)
     first, validation = int(state.step), None
     use, pace = Utilisation(structure, job.validation_loss, state, layout.devices), Pace(first, total)
@@ -203,17 +208,18 @@ def train(
         best = float(from_main_process(np.float32(records.best_validation_loss if records else math.inf)))
         if first < total:
             shown.begin()
-        for number in range(first + 1, total + 1):
+        for number in range(first + at_once, total + 1, at_once):
             trace.before_step()
-            batch = job.batch(number - 1)
-            state, metrics = take_step(state, layout.place_batch(batch))
+            batches = [job.batch(taken) for taken in range(number - at_once, number)]
+            state, metrics = take_steps(state, layout.place(batches))
             trace.after_step(metrics)
-            pace.took(number, count_labels(batch), metrics, flops=use.flops(batch))
+            tokens, flops = sum(map(count_labels, batches)), sum(map(use.flops, batches))
+            pace.took(number, tokens, metrics, flops=flops)
             watch.took(number, metrics)
 
             validated = number % job.validate_every == 0 or number == total
             validation = None
-            logged = validated or number == 1 or number % run.options.run.log_every == 0
+            logged = validated or number == at_once or number % run.options.run.log_every == 0
             if logged or pace.is_overdue():
                 loss, grad_norm, _, skipped, _ = (value.item() for value in jax.device_get(metrics))
                 speed = pace.measure()

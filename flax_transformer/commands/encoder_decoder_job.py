@@ -32,8 +32,10 @@ def prepare_encoder_decoder(options: EncoderDecoderOptions) -> Job:
     """
     preset = ENCODER_DECODER[options.preset]
     recipe = dataclasses.replace(preset.recipe, **given(options, dataclasses.fields(preset.recipe)))
-    short = [f"--max-length must be at least 2, got {recipe.max_length}"] if recipe.max_length < 2 else []
-    refuse(options, recipe, short)
+    problems = [f"--max-length must be at least 2, got {recipe.max_length}"] if recipe.max_length < 2 else []
+    if options.device.steps_per_dispatch > 1:
+        problems.append("--steps-per-dispatch must be 1 here, for batches of pairs have several lengths")
+    refuse(options, recipe, problems)
     seed = options.training.seed
 
     text, notices = _read(options)

@@ -114,8 +114,26 @@ def refuse(options: Options, recipe: Recipe, others: list[str]) -> None:
     )
     if not 0 <= options.training.seed < 2**32:
         wrong.append(f"--seed must be at least 0 and below 2^32, got {options.training.seed}")
+    wrong += _not_at_once(options, recipe)
     if wrong + others:
         raise ValueError("; ".join(wrong + others))
+
+
+def _not_at_once(options: Options, recipe: Recipe) -> list[str]:
+    """What does not fall between two dispatches."""
+    several, run = options.device.steps_per_dispatch, options.run
+    if several < 1:
+        return [f"--steps-per-dispatch must be at least 1, got {several}"]
+    every = {
+        "steps": recipe.steps,
+        "log-every": run.log_every,
+        **{name.replace("_", "-"): value for name, value in intervals(options, recipe).items()},
+    }
+    return [
+        f"--{name} must be a multiple of --steps-per-dispatch, {several}, got {value}"
+        for name, value in every.items()
+        if value % several
+    ]
 
 
 def count_labels(batch: Any) -> int:

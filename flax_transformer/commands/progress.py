@@ -86,8 +86,9 @@ class Pace:
         """Args:
         first: steps taken before this launch.
         """
-        self._first, self._total = first, total_steps
+        self._total = total_steps
         self._number = first
+        self._compiled: int | None = None  # the step after which the program was there
         self._tokens = self._flops = 0
         self._began = self._mark = 0.0
 
@@ -96,14 +97,15 @@ class Pace:
         self._number = number
         self._tokens += tokens
         self._flops += flops
-        if number == self._first + 1:
+        if self._compiled is None:
+            self._compiled = number
             jax.block_until_ready(result)
             self._began = time.perf_counter()
             self.go_on()
 
     def measure(self) -> Speed:
         """Since the last report, once the last step is over."""
-        now, taken = time.perf_counter(), self._number - self._first - 1
+        now, taken = time.perf_counter(), self._number - (self._compiled or self._number)
         if taken == 0:
             return Speed(None, None, None)
         seconds = now - self._mark

@@ -225,6 +225,16 @@ class DeviceOptions:
             "same steps, up to the order in which numbers are added.",
         ),
     ] = 1
+    steps_per_dispatch: Annotated[
+        int,
+        _option(
+            "N",
+            "1",
+            "How many steps the devices take for one word of the host, which is what very small models wait for. Everything "
+            "that happens every so many steps, and the steps themselves, must be a multiple of it; decoder-only alone, "
+            "whose batches have one shape.",
+        ),
+    ] = 1
     plan: Annotated[
         str | None,
         _option(

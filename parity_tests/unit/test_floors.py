@@ -17,7 +17,7 @@ FLOORS = [
     ["cache", "layers", "flash_attention", "attention", "stacks"],
     ["encoder_decoder", "decoder_only", "weights"],
     ["losses", "optimizers", "schedules", "sharding", "vocabulary_loss", "flops", "collectives", "chips"],
-    ["training", "distributed", "parallel", "planning"],
+    ["training", "distributed", "layout", "parallel", "planning"],
     ["decoding"],
     ["commands", "pictures"],
 ]

@@ -72,6 +72,29 @@ def test_steps_after_the_first_compile_nothing(kind, compilations):
 
 
 @both_layouts
+def test_steps_that_are_taken_at_once_are_those_taken_one_by_one(kind):
+    layout, step, state = compiled(kind)
+    batches = [random_batch(seed) for seed in range(3)]
+    structure, _ = prepare()
+    together = layout.compile_train_step(structure, training.next_token_loss, OPTIMIZER, steps=3)
+    alone = layout.place_state(state)
+    for batch in batches:
+        alone, last = step(alone, layout.place([batch]))
+    found, metrics = together(layout.place_state(state), layout.place(batches))
+    assert int(layout.unplace_state(found).step) == 3
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-6), metrics, last)
+    assert float(metrics.weight) == 7
+    for name, expected in layout.unplace_state(alone).parameters.items():
+        np.testing.assert_allclose(layout.unplace_state(found).parameters[name], expected, rtol=1e-5, atol=1e-7)
+
+
+def test_steps_that_are_taken_at_once_need_batches_of_one_shape():
+    longer = jax.tree.map(lambda leaf: np.pad(leaf, [(0, 0), (0, 1)]), random_batch(1))
+    with pytest.raises(ValueError, match="need batches of one shape"):
+        parallel.layout("jit").place([random_batch(0), longer])
+
+
+@both_layouts
 def test_a_step_deletes_the_state_it_is_given_and_not_the_one_it_was_placed_from(kind):
     layout, step, state = compiled(kind)
     state = jax.device_put(state, jax.devices()[0])
