@@ -11,25 +11,48 @@ import numpy as np
 from flax import nnx
 
 import flax_transformer as ft
+from benchmarks import chain
 from benchmarks.rows import LEARNING_RATE, PAD_ID, START_ID, Row, make_batch
 from flax_transformer import decoding, optimizers, training
+from flax_transformer.commands.train_options import PRECISIONS, TrainingPrecision
+from flax_transformer.data import Batch, PairBatch
 from flax_transformer.dropout import DropoutSource
 from flax_transformer.losses import LossSums, cross_entropy
+from flax_transformer.numerics import Numerics, mixed_einsum
+from flax_transformer.vocabulary_loss import default_kind, fused_cross_entropy
 
 
 class Side:
-    """A model with the weights that the other side wrote, and its train state."""
+    """A model with the weights that PyTorch wrote, and its train state.
 
-    def __init__(self, row: Row, *, weights: Path, seed: int, threads: int) -> None:
+    Args:
+        variant: a training precision, as of `--precision`.
+        device: "cpu", where attention is plain products, or an accelerator, where it is the platform's kernel.
+    """
+
+    def __init__(
+        self,
+        row: Row,
+        *,
+        weights: Path,
+        seed: int,
+        threads: int,
+        variant: TrainingPrecision = "float32",
+        device: str = "cpu",
+    ) -> None:
         del threads  # as many as the process has processors: XLA counts those that it may run on
-        model = _build(row)
-        with np.load(weights) as state:
-            ft.weights.load_torch(model, dict(state))
+        if row.model == "chain":
+            model, batch, loss = chain.build(row, seed=seed), chain.make_inputs(row, seed=seed), _chain_loss
+        else:
+            model = _build(row, **PRECISIONS[variant], attention="einsum" if device == "cpu" else "flash")
+            with np.load(weights) as state:
+                ft.weights.load_torch(model, dict(state))
+            batch, loss = _batch(row, seed=seed), _loss(row)
         structure, parameters, buffers = training.split_model(model)
         optimizer = optimizers.adamw(optimizers.constant(LEARNING_RATE), weight_decay=0.0)
         self._state = training.init_state(parameters, buffers, optimizer, seed=seed)
-        self._step = jax.jit(training.make_train_step(structure, _loss, optimizer), donate_argnums=0)
-        self._batch = jax.tree.map(jnp.asarray, make_batch(row, seed=seed))
+        self._step = jax.jit(training.make_train_step(structure, loss, optimizer), donate_argnums=0)
+        self._batch = jax.tree.map(jnp.asarray, batch)
         self._examples = jnp.arange(row.batch_size)
         self._metrics: training.Metrics | None = None
 
@@ -49,7 +72,9 @@ class Side:
 class Translator:
     """The same for decoding: a step is a whole translation, with a key/value cache."""
 
-    def __init__(self, row: Row, *, weights: Path, seed: int, threads: int) -> None:
+    def __init__(
+        self, row: Row, *, weights: Path, seed: int, threads: int, variant: TrainingPrecision = "float32"
+    ) -> None:
         del threads
         config = ft.EncoderDecoderConfig.paper_base(
             vocab_size=row.vocab_size,
@@ -59,6 +84,7 @@ class Translator:
             d_ff=row.d_ff,
             num_heads=row.num_heads,
             num_layers=row.num_layers,
+            **PRECISIONS[variant],
         )
         self._model = ft.EncoderDecoder(config, rngs=nnx.Rngs(0))
         with np.load(weights) as state:
@@ -73,41 +99,82 @@ class Translator:
         return np.asarray(ids).tolist()
 
 
-def make_product(size: int, *, threads: int) -> Callable[[], jax.Array]:
-    """A product of two square float32 matrices."""
+def make_product(size: int, *, threads: int, variant: str = "float32") -> Callable[[], jax.Array]:
+    """A product of two square float32 matrices, as precise as those of the variant."""
     del threads
     left, right = jax.random.uniform(jax.random.key(0), (2, size, size))
-    product = jax.jit(functools.partial(jnp.matmul, precision="highest"))
+    if variant == "mixed":
+        product = jax.jit(functools.partial(mixed_einsum, "ij,jk->ik"))
+    else:
+        product = jax.jit(functools.partial(jnp.matmul, precision="highest"))
     return lambda: jax.block_until_ready(product(left, right))
 
 
-def _build(row: Row) -> nnx.Module:
+def head_memory(row: Row, *, variant: TrainingPrecision) -> dict[str, int]:
+    """Bytes of temporary memory that the output projection and its loss take, forward and backward, with either loss."""
+    options: dict[str, Any] = dict(PRECISIONS[variant])
+    config = ft.DecoderOnlyConfig.document(
+        vocab_size=row.vocab_size, d_model=row.d_model, num_heads=row.num_heads, **options
+    )
+    numerics = Numerics.of(config)
+
+    def fused(features: jax.Array, kernel: jax.Array, labels: jax.Array) -> jax.Array:
+        return fused_cross_entropy(features, kernel, labels=labels, numerics=numerics).loss
+
+    def plain(features: jax.Array, kernel: jax.Array, labels: jax.Array) -> jax.Array:
+        logits = numerics.einsum("...d,vd->...v", features, kernel, result=numerics.compute)
+        return cross_entropy(logits, labels).loss
+
+    shapes = (
+        jax.ShapeDtypeStruct((row.batch_size * row.length, row.d_model), jnp.float32),
+        jax.ShapeDtypeStruct((row.vocab_size, row.d_model), jnp.float32),
+        jax.ShapeDtypeStruct((row.batch_size * row.length,), jnp.int32),
+    )
+    found = {}
+    for loss in (fused, plain):
+        analysis: Any = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*shapes).compile().memory_analysis()
+        found[loss.__name__] = analysis.temp_size_in_bytes
+    return found
+
+
+def _build(row: Row, **options: Any) -> nnx.Module:
     sizes = dict(d_model=row.d_model, num_heads=row.num_heads)
     layers = dict(d_ff=row.d_ff, num_layers=row.num_layers)
     none: dict[str, Any] = dict(dropout=0.0, attention_dropout=0.0)
     match row.model:
         case "gpt":
             config = ft.DecoderOnlyConfig.gpt2_small(
-                vocab_size=row.vocab_size, max_length=row.length, **sizes, **layers, **none
+                vocab_size=row.vocab_size, max_length=row.length, **sizes, **layers, **none, **options
             )
             return ft.DecoderOnly(config, rngs=nnx.Rngs(0))
         case "decoder-only":
-            config = ft.DecoderOnlyConfig.document(vocab_size=row.vocab_size, max_length=row.length, **sizes)
+            config = ft.DecoderOnlyConfig.document(vocab_size=row.vocab_size, max_length=row.length, **sizes, **options)
             return ft.DecoderOnly(config, rngs=nnx.Rngs(0))
         case "encoder-decoder":
             config = ft.EncoderDecoderConfig.document(
-                source_vocab_size=row.vocab_size, target_vocab_size=row.vocab_size, **sizes, **layers, **none
+                source_vocab_size=row.vocab_size, target_vocab_size=row.vocab_size, **sizes, **layers, **none, **options
             )
             return ft.EncoderDecoder(config, rngs=nnx.Rngs(0))
     raise ValueError(f"{row.model} is not trained here")
 
 
-def _loss(model: Any, batch: Any, *, dropout: DropoutSource | None) -> LossSums:
-    if isinstance(model, ft.DecoderOnly):
-        logits = model(batch.inputs, dropout=dropout)
-    else:
-        causal = ft.masks.causal_mask(batch.inputs.shape[1])
-        target_mask = ft.masks.combine_masks(ft.masks.padding_mask(batch.inputs, pad_id=PAD_ID), causal)
-        source_mask = ft.masks.padding_mask(batch.source, pad_id=PAD_ID)
-        logits = model(batch.source, batch.inputs, source_mask, target_mask, dropout=dropout)
-    return cross_entropy(logits, batch.labels, weights=batch.labels != PAD_ID)
+def _batch(row: Row, *, seed: int) -> Batch | PairBatch:
+    source, inputs, labels = make_batch(row, seed=seed)
+    weights = (labels != PAD_ID).astype(np.float32)
+    if row.model == "encoder-decoder":
+        return PairBatch(source, inputs, labels, weights)
+    return Batch(inputs, labels, weights)
+
+
+def _loss(row: Row) -> training.LossFunction:
+    """The trainer's, with the loss over the vocabulary that it takes for so many tokens and classes."""
+    kind = row.vocabulary_loss
+    if kind == "auto":
+        kind = default_kind(row.batch_size * row.length, row.vocab_size)
+    loss = training.translation_loss if row.model == "encoder-decoder" else training.next_token_loss
+    return functools.partial(loss, vocabulary_loss=kind)
+
+
+def _chain_loss(model: chain.Chain, batch: jax.Array, *, dropout: DropoutSource | None) -> LossSums:
+    del dropout
+    return LossSums(chain.mean_loss(model, batch), jnp.float32(1))

@@ -1,4 +1,4 @@
-"""Both frameworks in turns, each in a process of its own, and what that says as ratios."""
+"""All contenders in turns, each in a process of its own, and what that says as ratios."""
 
 import contextlib
 import dataclasses
@@ -8,11 +8,12 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from benchmarks.contenders import CONTENDERS, Contender
 from benchmarks.rows import Row
 
 ROOT = Path(__file__).parents[1]
@@ -24,31 +25,50 @@ TUNED_ALLOCATOR = {
     "MALLOC_TOP_PAD_": str(64 << 20),
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class Tolerance:
+    """How far apart, as a share of it, a number of a contender may be from that of PyTorch eager."""
+
+    first_loss: float
+    gradient_norm: float
+    later_loss: float
+
+
 # One batch and one set of weights leave float32 rounding alone. After an update it is Adam's: it makes a step of full
 # size out of a gradient that is nothing but rounding.
-FIRST_LOSS, GRADIENT_NORM, LATER_LOSS = 1e-5, 1e-4, 1e-3
+FLOAT32 = Tolerance(first_loss=1e-5, gradient_norm=1e-4, later_loss=1e-3)
+# Rounding to bfloat16 changes a number by at most its unit roundoff, 2^-8 of it. A loss is a mean over tokens whose errors
+# have either sign: one roundoff is plenty (at toy sizes a twentieth). The gradient is rounded both ways, forward and
+# backward: two (a seventh of one). Adam then makes full steps of what is but rounding, as above.
+UNIT_ROUNDOFF = 2.0**-8
+BFLOAT16 = Tolerance(first_loss=UNIT_ROUNDOFF, gradient_norm=2 * UNIT_ROUNDOFF, later_loss=4 * UNIT_ROUNDOFF)
+TOLERANCES = {"float32": FLOAT32, "bfloat16": BFLOAT16}
 # Rounding decides where two tokens are all but equally likely, and everything after them differs then.
 EQUAL_TRANSLATIONS = 0.8
 
 
 class WorkerProcess:
-    """The process of one framework (`worker.py`), as a context manager.
+    """The process of one contender (`worker.py`), as a context manager.
 
     Args:
-        framework: torch or jax.
+        framework: torch, jax or flax.
+        variant: which of the framework's.
         threads: how many processors it may use.
         environment: variables that replace those of this process.
     """
 
-    def __init__(self, framework: str, *, threads: int, environment: Mapping[str, str]) -> None:
-        self.framework = framework
+    def __init__(self, framework: str, *, variant: str, threads: int, environment: Mapping[str, str]) -> None:
+        self._name = f"{framework} {variant}"
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.worker", framework, str(threads)],
+            [sys.executable, "-m", "benchmarks.worker", framework, str(threads), variant],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             cwd=ROOT,
-            env={**os.environ, "JAX_PLATFORMS": "cpu", **environment},
+            # `torch.compile` would start processes of its own, which stay.
+            env={**os.environ, "JAX_PLATFORMS": "cpu", "TORCHINDUCTOR_COMPILE_THREADS": "1", **environment},
         )
 
     def __enter__(self) -> Self:
@@ -75,12 +95,12 @@ class WorkerProcess:
         line = self._process.stdout.readline()
         if not line:
             raise RuntimeError(
-                f"the {self.framework} process ended with status {self._process.wait()} during {do}; if it was killed (-9), "
+                f"the {self._name} process ended with status {self._process.wait()} during {do}; if it was killed (-9), "
                 "memory ran out: choose smaller rows"
             )
         reply = json.loads(line)
         if "error" in reply:
-            raise RuntimeError(f"the {self.framework} process failed during {do}: {reply['error']}")
+            raise RuntimeError(f"the {self._name} process failed during {do}: {reply['error']}")
         return reply
 
 
@@ -96,70 +116,108 @@ class Ratio:
         return f"{self.value:.2f} ({self.low:.2f} to {self.high:.2f})"
 
 
+Rounds = Sequence[Sequence[float]]  # seconds of every step of every round
+
+
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """One row.
+    """One row, by contender.
 
     Attributes:
-        speed: time of a PyTorch step / time of one of ours; above 1 ours is faster.
-        product: the same for a product of two float32 matrices alone, in the same processes: about what a step that is
-            nothing but products can reach.
-        memory: our peak memory / PyTorch's, of the whole process while it trains; below 1 ours needs less.
-        memory_beyond_imports: the same, what either had after its imports taken off.
+        steps: of the train step, or the translation.
+        products: of a product of two matrices alone, in the same processes: about what a step that is nothing but products
+            can reach.
+        memory: peak bytes of the process while it takes steps.
+        imported: bytes that it had after its imports.
     """
 
-    speed: Ratio
-    product: Ratio
-    memory: float
-    memory_beyond_imports: float
+    steps: Mapping[str, Rounds]
+    products: Mapping[str, Rounds]
+    memory: Mapping[str, int]
+    imported: Mapping[str, int]
+
+    def fastest(self, framework: str) -> str | None:
+        """The contender of a framework with the lowest median; None if none of it took part."""
+        medians = {
+            name: _median(rounds) for name, rounds in self.steps.items() if CONTENDERS[name].framework == framework
+        }
+        return min(medians, key=medians.__getitem__) if medians else None
+
+
+def ratio(theirs: Rounds, ours: Rounds) -> Ratio:
+    """Their time over ours; above 1 ours is faster."""
+    each = [statistics.median(one) / statistics.median(other) for one, other in zip(theirs, ours, strict=True)]
+    return Ratio(_median(theirs) / _median(ours), min(each), max(each))
+
+
+def _median(rounds: Rounds) -> float:
+    return statistics.median(seconds for turn in rounds for seconds in turn)
+
+
+Start = Callable[[Contender], WorkerProcess]
 
 
 def measure_row(
-    row: Row, *, torch: WorkerProcess, jax: WorkerProcess, weights: Path, rounds: int, steps: int, seed: int
+    row: Row, contenders: Sequence[Contender], *, start: Start, weights: Path, rounds: int, steps: int, seed: int
 ) -> Result:
-    """Prepares both sides, makes sure that they do the same, and lets them take turns.
+    """Prepares all contenders, makes sure that they do the same, and lets them take turns.
 
     Args:
-        weights: the file that PyTorch writes its weights to and JAX reads.
-        rounds: how many turns of both.
+        start: makes the process of a contender.
+        weights: the file that PyTorch eager writes its weights to and all others read.
+        rounds: how many turns of each.
         steps: in a turn.
 
     Raises:
         ValueError: see `require_alike`.
         RuntimeError: a process failed.
     """
-    prepare = dict(row=dataclasses.asdict(row), weights=str(weights), seed=seed)
-    require_alike(row, torch=torch.ask("prepare", **prepare), jax=jax.ask("prepare", **prepare))
-    speed = _alternate(torch, jax, rounds=rounds, steps=steps)
-    theirs, ours = torch.ask("memory"), jax.ask("memory")
-    for worker in (torch, jax):
-        worker.ask("prepare_product", size=PRODUCT_SIZE)
-    product = _alternate(torch, jax, rounds=rounds, steps=PRODUCTS)
+    prepare: dict[str, Any] = dict(row=dataclasses.asdict(row), weights=str(weights), seed=seed)
+    with contextlib.ExitStack() as stack:
+        workers = {contender.name: stack.enter_context(start(contender)) for contender in contenders}
+        reference = CONTENDERS["flax" if row.model == "chain" else "eager"]
+        if reference in contenders:
+            expected = workers[reference.name].ask("prepare", **prepare)
+        else:
+            with start(reference) as worker:  # closed before the others need its memory
+                expected = worker.ask("prepare", **prepare)
+        for contender in contenders:
+            if contender is not reference:
+                require_alike(
+                    row, contender, expected=expected, found=workers[contender.name].ask("prepare", **prepare)
+                )
+        taken = _in_turns(workers, rounds=rounds, steps=steps)
+        memory = {name: worker.ask("memory") for name, worker in workers.items()}
+        for worker in workers.values():
+            worker.ask("prepare_product", size=PRODUCT_SIZE)
+        products = _in_turns(workers, rounds=rounds, steps=PRODUCTS)
     return Result(
-        speed=speed,
-        product=product,
-        memory=ours["peak"] / theirs["peak"],
-        memory_beyond_imports=(ours["peak"] - ours["imported"]) / (theirs["peak"] - theirs["imported"]),
+        steps=taken,
+        products=products,
+        memory={name: reply["peak"] for name, reply in memory.items()},
+        imported={name: reply["imported"] for name, reply in memory.items()},
     )
 
 
-def require_alike(row: Row, *, torch: Mapping[str, Any], jax: Mapping[str, Any]) -> None:
-    """Compares the replies to `prepare`: equal first losses and gradients, and losses that stay together when trained; or
-    equal translations.
+def require_alike(row: Row, contender: Contender, *, expected: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    """Compares a contender's reply to `prepare` with that of PyTorch eager: equal first losses and gradients, and losses
+    that stay together when trained; or equal translations.
 
     Raises:
         ValueError: they differ, so that times would not be those of the same work.
     """
     if row.model == "translation":
-        _require_equal_translations(row, torch["ids"], jax["ids"])
+        _require_equal_translations(row, expected["ids"], found["ids"])
         return
-    pairs = [("gradient norm of step 1", torch["gradient_norm"], jax["gradient_norm"], GRADIENT_NORM)]
-    for number, (theirs, ours) in enumerate(zip(torch["loss"], jax["loss"], strict=True), start=1):
-        pairs.append((f"loss of step {number}", theirs, ours, FIRST_LOSS if number == 1 else LATER_LOSS))
+    tolerance = TOLERANCES[contender.factors]
+    pairs = [("gradient norm of step 1", expected["gradient_norm"], found["gradient_norm"], tolerance.gradient_norm)]
+    for number, (theirs, ours) in enumerate(zip(expected["loss"], found["loss"], strict=True), start=1):
+        allowed = tolerance.first_loss if number == 1 else tolerance.later_loss
+        pairs.append((f"loss of step {number}", theirs, ours, allowed))
     wrong = [
-        f"{name}: PyTorch {theirs:.9g}, ours {ours:.9g} (at most {tolerance:g} of it apart)"
-        for name, theirs, ours, tolerance in pairs
-        if not math.isclose(theirs, ours, rel_tol=tolerance)
+        f"{name}: {theirs:.9g} expected, {contender.name} {ours:.9g} (at most {allowed:g} of it apart)"
+        for name, theirs, ours, allowed in pairs
+        if not math.isclose(theirs, ours, rel_tol=allowed)
     ]
     if wrong:
         raise ValueError(
@@ -177,15 +235,12 @@ def _require_equal_translations(row: Row, theirs: Sequence[Sequence[int]], ours:
         )
 
 
-def _alternate(torch: WorkerProcess, jax: WorkerProcess, *, rounds: int, steps: int) -> Ratio:
-    """The time of PyTorch over ours. Who begins changes from round to round."""
-    seconds: dict[str, list[Sequence[float]]] = {"torch": [], "jax": []}
+def _in_turns(workers: Mapping[str, WorkerProcess], *, rounds: int, steps: int) -> dict[str, list[Sequence[float]]]:
+    """Who begins changes from round to round."""
+    seconds: dict[str, list[Sequence[float]]] = {name: [] for name in workers}
     for number in range(rounds):
-        for worker in (torch, jax) if number % 2 == 0 else (jax, torch):
-            seconds[worker.framework].append(worker.ask("turn", steps=steps)["seconds"])
-    each = [
-        statistics.median(theirs) / statistics.median(ours)
-        for theirs, ours in zip(seconds["torch"], seconds["jax"], strict=True)
-    ]
-    medians = {name: statistics.median(time for turn in turns for time in turn) for name, turns in seconds.items()}
-    return Ratio(medians["torch"] / medians["jax"], min(each), max(each))
+        first = number % len(workers)
+        order = list(workers)
+        for name in order[first:] + order[:first]:
+            seconds[name].append(workers[name].ask("turn", steps=steps)["seconds"])
+    return seconds

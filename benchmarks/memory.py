@@ -17,10 +17,15 @@ def peak() -> int:
     return _status("VmHWM")
 
 
-def reset_peak() -> None:
-    """Gives what is free back to the system first, so that the peak is that of what follows."""
+def give_back() -> None:
+    """Gives what is free back to the system."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
+
+
+def reset_peak() -> None:
+    """Gives what is free back first, so that the peak is that of what follows."""
+    give_back()
     (_PROCESS / "clear_refs").write_text("5")
 
 

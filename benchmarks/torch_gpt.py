@@ -1,19 +1,24 @@
-"""A GPT-2 in plain eager PyTorch, as one writes it by hand; no dropout, since every benchmark leaves dropout out."""
+"""A GPT-2 in plain PyTorch, as one writes it by hand; no dropout, since every benchmark leaves dropout out."""
 
 import math
+from collections.abc import Mapping
+from typing import Literal
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
+AttentionKind = Literal["products", "kernel"]
+
 
 class Attention(nn.Module):
-    """Causal self-attention, query, key and value in one projection."""
+    """Causal self-attention, query, key and value in one projection; `kernel` is `F.scaled_dot_product_attention`."""
 
     causal: torch.Tensor
 
-    def __init__(self, d_model: int, num_heads: int, length: int) -> None:
+    def __init__(self, d_model: int, num_heads: int, length: int, kind: AttentionKind) -> None:
         super().__init__()
+        self.kind = kind
         self.num_heads = num_heads
         self.c_attn = nn.Linear(d_model, 3 * d_model)
         self.c_proj = nn.Linear(d_model, d_model)
@@ -23,9 +28,12 @@ class Attention(nn.Module):
         batch, length, width = x.shape
         split = (batch, length, self.num_heads, width // self.num_heads)
         query, key, value = (part.view(split).transpose(1, 2) for part in self.c_attn(x).split(width, dim=-1))
-        scores = query @ key.transpose(-2, -1) / math.sqrt(split[-1])
-        weights = scores.masked_fill(~self.causal[:length, :length], -math.inf).softmax(dim=-1)
-        return self.c_proj((weights @ value).transpose(1, 2).reshape(x.shape))
+        if self.kind == "kernel":
+            mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        else:
+            scores = query @ key.transpose(-2, -1) / math.sqrt(split[-1])
+            mixed = scores.masked_fill(~self.causal[:length, :length], -math.inf).softmax(dim=-1) @ value
+        return self.c_proj(mixed.transpose(1, 2).reshape(x.shape))
 
 
 class FeedForward(nn.Module):
@@ -39,10 +47,10 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, d_model: int, d_ff: int, num_heads: int, length: int) -> None:
+    def __init__(self, d_model: int, d_ff: int, num_heads: int, length: int, kind: AttentionKind) -> None:
         super().__init__()
         self.ln_1 = nn.LayerNorm(d_model)
-        self.attn = Attention(d_model, num_heads, length)
+        self.attn = Attention(d_model, num_heads, length, kind)
         self.ln_2 = nn.LayerNorm(d_model)
         self.mlp = FeedForward(d_model, d_ff)
 
@@ -55,11 +63,19 @@ class GPT(nn.Module):
     """Ids B T -> logits B T V, the output projection being the embedding table."""
 
     def __init__(
-        self, *, vocab_size: int, d_model: int, d_ff: int, num_heads: int, num_layers: int, length: int
+        self,
+        *,
+        vocab_size: int,
+        d_model: int,
+        d_ff: int,
+        num_heads: int,
+        num_layers: int,
+        length: int,
+        attention: AttentionKind,
     ) -> None:
         super().__init__()
         embedding = nn.Embedding(vocab_size, d_model)
-        blocks = [Block(d_model, d_ff, num_heads, length) for _ in range(num_layers)]
+        blocks = [Block(d_model, d_ff, num_heads, length, attention) for _ in range(num_layers)]
         self.transformer = nn.ModuleDict(
             dict(
                 wte=embedding,
@@ -83,7 +99,11 @@ class GPT(nn.Module):
 
     def published_state(self) -> dict[str, torch.Tensor]:
         """`state_dict()` as GPT-2 is published: the matrices of the blocks are (in, out) there."""
-        return {
-            name: tensor.T if tensor.ndim == 2 and ".h." in name else tensor
-            for name, tensor in self.state_dict().items()
-        }
+        return _transposed(self.state_dict())
+
+    def load_published(self, state: Mapping[str, torch.Tensor]) -> None:
+        self.load_state_dict(_transposed(state))
+
+
+def _transposed(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.T if tensor.ndim == 2 and ".h." in name else tensor for name, tensor in state.items()}

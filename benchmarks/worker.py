@@ -1,4 +1,6 @@
-"""A process that holds one framework, and takes steps when it is told to.
+"""A process that is one contender, and takes steps when it is told to.
+
+    python -m benchmarks.worker FRAMEWORK THREADS VARIANT
 
 A request is a line of JSON on standard input, its reply a line of JSON on standard output:
 
@@ -7,6 +9,7 @@ A request is a line of JSON on standard input, its reply a line of JSON on stand
     {"do": "prepare_product", "size": 1024}                     ->  {}
     {"do": "turn", "steps": 5}                                  ->  {"seconds": [5 of them]}
     {"do": "memory"}                                            ->  {"imported": bytes, "peak": bytes}
+    {"do": "head_memory", "row": {...}}                         ->  {"fused": bytes, "plain": bytes}
 
 Whatever goes wrong is a reply too: {"error": words}.
 """
@@ -45,8 +48,8 @@ def first_steps(side: Side) -> dict[str, Any]:
 class Worker:
     """Answers requests."""
 
-    def __init__(self, framework: str, *, threads: int) -> None:
-        self._threads = threads
+    def __init__(self, framework: str, *, threads: int, variant: str) -> None:
+        self._options: dict[str, Any] = dict(threads=threads, variant=variant)
         self._module = importlib.import_module(f"benchmarks.{framework}_side")
         self._imported = memory.resident()
         self._step: Any = None
@@ -56,7 +59,7 @@ class Worker:
         wanted = Row(**row)
         translates = wanted.model == "translation"
         make = self._module.Translator if translates else self._module.Side
-        side = make(wanted, weights=Path(weights), seed=seed, threads=self._threads)
+        side = make(wanted, weights=Path(weights), seed=seed, **self._options)
         evidence = {"ids": side.step()} if translates else first_steps(side)
         self._step = side.step
         memory.reset_peak()
@@ -64,24 +67,32 @@ class Worker:
 
     def prepare_product(self, *, size: int) -> dict[str, Any]:
         """From now on, a step is a product of two square float32 matrices."""
-        self._step = self._module.make_product(size, threads=self._threads)
+        self._step = self._module.make_product(size, **self._options)
         return {}
 
     def turn(self, *, steps: int) -> dict[str, Any]:
-        """The time of every step. One goes before that is not counted: the other process had the caches until now."""
+        """The time of every step. One goes before that is not counted: the other processes had the caches until now.
+
+        What is free is given back afterwards: all of them together would need more than a machine has.
+        """
         self._step()
         times = [time.perf_counter()]
         for _ in range(steps):
             self._step()
             times.append(time.perf_counter())
+        memory.give_back()
         return {"seconds": [end - start for start, end in itertools.pairwise(times)]}
 
     def memory(self) -> dict[str, Any]:
         """Resident memory after the imports, and the peak since `prepare`."""
         return {"imported": self._imported, "peak": memory.peak()}
 
+    def head_memory(self, *, row: dict[str, Any]) -> dict[str, Any]:
+        """Of the loss over a vocabulary, which is compiled and not run."""
+        return self._module.head_memory(Row(**row), variant=self._options["variant"])
 
-def main(framework: str, threads: int) -> None:
+
+def main(framework: str, threads: int, variant: str) -> None:
     # What the frameworks print must not be taken for a reply.
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
@@ -91,7 +102,7 @@ def main(framework: str, threads: int) -> None:
     for line in sys.stdin:
         request = json.loads(line)
         try:
-            worker = worker or Worker(framework, threads=threads)
+            worker = worker or Worker(framework, threads=threads, variant=variant)
             reply = getattr(worker, request.pop("do"))(**request)
         except Exception as error:
             reply = {"error": f"{type(error).__name__}: {error}"}
@@ -99,4 +110,4 @@ def main(framework: str, threads: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
