@@ -18,13 +18,13 @@ class Contender:
     Attributes:
         framework: whose: the process imports `benchmarks.<framework>_side`.
         name: which of its variants.
-        factors: what the factors of its products are rounded to.
+        factors: what the factors of its products are rounded to, or that everything but the parameters is bfloat16.
         about: for people.
     """
 
     framework: Literal["torch", "jax", "flax"]
     name: str
-    factors: Literal["float32", "bfloat16"]
+    factors: Literal["float32", "bfloat16", "everything bfloat16"]
     about: str
 
     def takes_part(self, row: Row) -> bool:

@@ -1,5 +1,6 @@
 """Ours: the model split once, and one pure step, compiled, whose state is donated."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from flax_transformer import decoding, optimizers, training
 from flax_transformer.commands.train_options import PRECISIONS, TrainingPrecision
 from flax_transformer.data import Batch, PairBatch
 from flax_transformer.dropout import DropoutSource
+from flax_transformer.flops import count_flops
 from flax_transformer.losses import LossSums, cross_entropy
 from flax_transformer.numerics import Numerics, mixed_einsum
 from flax_transformer.vocabulary_loss import default_kind, fused_cross_entropy
@@ -97,6 +99,19 @@ class Translator:
         """The ids of the translations."""
         ids = decoding.translate_greedy(self._model, self._source, self._mask, start_id=START_ID, length=self._length)
         return np.asarray(ids).tolist()
+
+
+def device_peak() -> int:
+    """Bytes of a GPU."""
+    return (jax.devices()[0].memory_stats() or {})["peak_bytes_in_use"]
+
+
+def count_step(row: Row) -> int:
+    """The operations of a train step: those of the products of a forward pass, and twice as many backward."""
+    structure, parameters, buffers = training.split_model(_build(row))
+    plain = dataclasses.replace(row, vocabulary_loss="plain")  # without what is computed twice to save memory
+    step = training.make_eval_step(structure, _loss(plain))
+    return 3 * count_flops(step, parameters, buffers, jax.tree.map(jnp.asarray, _batch(row, seed=0))).useful
 
 
 def make_product(size: int, *, threads: int, variant: str = "float32") -> Callable[[], jax.Array]:

@@ -103,6 +103,11 @@ class Translator:
         ).tolist()
 
 
+def device_peak() -> int:
+    """Bytes of a GPU."""
+    return torch.cuda.max_memory_allocated()
+
+
 def make_product(size: int, *, threads: int, variant: str = "eager") -> Callable[[], torch.Tensor]:
     """A product of two square float32 matrices."""
     del variant

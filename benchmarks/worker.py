@@ -53,15 +53,17 @@ class Worker:
         self._module = importlib.import_module(f"benchmarks.{framework}_side")
         self._imported = memory.resident()
         self._step: Any = None
+        self._device = "cpu"
 
-    def prepare(self, *, row: dict[str, Any], weights: str, seed: int) -> dict[str, Any]:
+    def prepare(self, *, row: dict[str, Any], weights: str, seed: int, device: str = "cpu") -> dict[str, Any]:
         """Builds the model and takes a few steps: JAX compiles, and what is compared is known to be the same."""
         wanted = Row(**row)
         translates = wanted.model == "translation"
         make = self._module.Translator if translates else self._module.Side
-        side = make(wanted, weights=Path(weights), seed=seed, **self._options)
+        elsewhere = {} if device == "cpu" else {"device": device}
+        side = make(wanted, weights=Path(weights), seed=seed, **self._options, **elsewhere)
         evidence = {"ids": side.step()} if translates else first_steps(side)
-        self._step = side.step
+        self._step, self._device = side.step, device
         memory.reset_peak()
         return evidence
 
@@ -84,7 +86,9 @@ class Worker:
         return {"seconds": [end - start for start, end in itertools.pairwise(times)]}
 
     def memory(self) -> dict[str, Any]:
-        """Resident memory after the imports, and the peak since `prepare`."""
+        """Resident memory after the imports, and the peak since `prepare`; on an accelerator, its peak since the start."""
+        if self._device != "cpu":
+            return {"imported": 0, "peak": self._module.device_peak()}
         return {"imported": self._imported, "peak": memory.peak()}
 
     def head_memory(self, *, row: dict[str, Any]) -> dict[str, Any]:

@@ -200,6 +200,35 @@ def test_the_quick_command_runs_end_to_end(capfd):
     assert head[8].startswith("1/")
 
 
+@needs_torch
+@pytest.mark.slow
+def test_the_script_for_a_gpu_runs_at_toy_sizes(capfd, monkeypatch):
+    from benchmarks import gpu_training
+
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert gpu_training.main(["--quick"]) == 0
+    rows = [line for line in capfd.readouterr().out.splitlines() if "ours with bfloat16" in line]
+    assert [row.split(":")[0] for row in rows] == ["| gpt", "| encoder-decoder-base"]
+
+
+def test_without_a_gpu_its_script_says_so(capsys, monkeypatch):
+    from benchmarks import gpu_training
+
+    monkeypatch.setattr(gpu_training, "_card", lambda: None)
+    assert gpu_training.main([]) == 2
+    assert "finds no GPU; --quick" in capsys.readouterr().err
+
+
+def test_the_operations_of_a_step_are_those_of_its_products():
+    from benchmarks import jax_side
+
+    row = ROWS["gpt"].quick()
+    tokens, width, inner = row.batch_size * row.length, row.d_model, row.d_ff
+    projections = 4 * width * width + 2 * width * inner + width * row.vocab_size
+    attention = 2 * row.length * width  # scores, and the mixture of values, of every token
+    assert jax_side.count_step(row) == 3 * 2 * tokens * (projections + attention)
+
+
 def test_a_line_compares_medians_with_the_best_of_pytorch_and_with_flax():
     steps = {
         "eager": [[4.0, 6.0], [6.0, 8.0]],
