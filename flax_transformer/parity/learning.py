@@ -188,10 +188,9 @@ class Learning:
                 if name in zeros or name not in users:
                     continue
                 samples = [self._sample(users[name], case, "moments", prefix=f"{kind}/") for case in self.cases]
-                if None not in samples:
-                    scaled = [
-                        dataclasses.replace(s, scale=scales[self._owners[name]]) for s in samples if s is not None
-                    ]
+                found = [sample for sample in samples if sample is not None]
+                if len(found) == len(samples) and same_shapes(found):
+                    scaled = [dataclasses.replace(sample, scale=scales[self._owners[name]]) for sample in found]
                     yield row_of(f"{name} ({kind} moment)", self._owners[name], judge_learned(scaled))
 
     def _counted(self, name: str, number: int) -> np.ndarray:

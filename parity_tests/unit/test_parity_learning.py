@@ -222,3 +222,15 @@ def test_the_recorded_mask_is_what_pytorch_itself_would_have_dropped(module):
         plain = module.train()(torch.from_numpy(x), torch.from_numpy(mask.copy())).numpy()
     module.eval()
     assert np.array_equal(recorded, plain)
+
+
+def test_a_parameter_of_another_shape_is_told_by_its_shape_whatever_was_learned(reference, candidate):
+    sections = ("parameters", "gradients", "updates", "moments", "trained")
+    twice = {
+        section: {
+            name: np.tile(array, 2) if name.endswith("head.bias") else array
+            for name, array in getattr(candidate, section).items()
+        }
+        for section in sections
+    }
+    assert first_divergence(reference, dataclasses.replace(candidate, **twice)) == ("shapes", "head")
