@@ -23,7 +23,8 @@ Named = dict[str, Any]
 class Program:
     """A module as a function of its arrays. Two recordings of one structure have equal programs, and share a trace."""
 
-    graph: nnx.GraphDef
+    # A list or a dict that a module holds as a setting cannot be hashed, but compared.
+    graph: nnx.GraphDef = dataclasses.field(hash=False)
     structure: Any  # a PyTreeDef
     names: tuple[str, ...]
     dtype: str

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax.core import Tracer
@@ -200,3 +201,27 @@ def test_flaxs_own_layers_compute_in_the_type_of_the_recording_unless_they_were_
         told = parity.record_flax(Layers(dtype=jnp.bfloat16), ids)
     assert {array.dtype.name for array in recording.activations.values()} == {"float64"}
     assert {array.dtype.name for array in told.activations.values()} == {"bfloat16"}
+
+
+class Padded(nnx.Module):
+    def __init__(self) -> None:
+        self.conv = nnx.Conv(5, 2, kernel_size=(4,), padding=[(1, 2)], rngs=nnx.Rngs(0))
+        self.settings = {"scales": [2.0, 3.0]}
+
+    def __call__(self, x):
+        return self.conv(x) * self.settings["scales"][0]
+
+
+@pytest.mark.parametrize("execution", ["eager", "jit"])
+def test_a_module_may_hold_settings_that_cannot_be_hashed(execution):
+    def record(model):
+        return parity.record_flax(
+            model, X, execution=execution, loss=lambda y, _: jnp.square(y).mean(), optimizer=optax.sgd(0.1), steps=2
+        ).outputs[""]
+
+    other = Padded()
+    other.settings = {"scales": [4.0, 3.0]}
+    with parity.shared_traces():
+        first, again, doubled = record(Padded()), record(Padded()), record(other)
+    np.testing.assert_array_equal(first, again)
+    np.testing.assert_array_equal(doubled, 2 * first)
