@@ -1,6 +1,7 @@
 """One fault, one row: every module of the candidate is fed the reference's intermediates."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -29,9 +30,13 @@ def localise(
         rules: as for ``compare``.
         truth: as for ``compare``.
         options: of ``record_flax``: ``call``, ``loss``, ``masks``, ...; inputs, batches and dtype are the reference's.
+            What the reference learned or decoded is compared as far as ``loss``, ``optimizer`` and ``decode`` are among
+            them, and else left aside.
     Raises:
         ValueError: as ``compare`` and ``record_flax``.
     """
+    reference = _as_far_as(reference, options)
+    truth = None if truth is None else _as_far_as(truth, options)
     options = {"dtype": reference.dtype, "batches": batches_of(reference), **options}
     inputs = inputs_of(reference)
     candidate = record_flax(module, inputs, **options)
@@ -46,6 +51,19 @@ def localise(
     replayed = record_flax(module, inputs, replay=replay, **options)
     verdict = compare(reference, replayed, rules, truth=truth)
     return dataclasses.replace(verdict, rule=f"{verdict.rule}; every module fed the reference's intermediates")
+
+
+def _as_far_as(recording: Recording, options: Mapping[str, Any]) -> Recording:
+    """The recording without what the candidate is not asked for."""
+    left: dict[str, Any] = {}
+    if options.get("optimizer") is None:
+        first = {name: losses[:1] for name, losses in recording.losses.items()}
+        left |= {"losses": first, "batches": {}, "updates": {}, "moments": {}, "trained": {}}
+    if options.get("loss") is None:
+        left |= {"losses": {}, "gradients": {}, "activation_gradients": {}}
+    if options.get("decode") is None:
+        left |= {"decoded": {}}
+    return dataclasses.replace(recording, **left)
 
 
 def inputs_of(recording: Recording) -> Any:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from flax_transformer import parity
+from flax_transformer import optimizers, parity
 from flax_transformer.parity.localisation import rearranged_back
 
 torch = pytest.importorskip("torch")
@@ -141,3 +141,27 @@ def test_the_gradient_of_a_live_model_is_that_of_its_outputs(module):
         slope = ((moved[0] - moved[1]) / 2e-5 * weights).sum()
         np.testing.assert_allclose((gradient * step).sum(), slope, rtol=1e-6)
     assert not jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_a_reference_that_was_trained_is_compared_as_far_as_the_options_go(module):
+    def loss(output, batch):
+        return (output**2).mean()
+
+    trained = parity.record_torch(
+        module,
+        draw(),
+        loss=loss,
+        optimizer=lambda model: torch.optim.Adam(model.parameters(), lr=0.01),
+        steps=3,
+        batches=[draw(1)],
+        decode=lambda model, x, mask: model(x, mask).argmax(-1),
+    )
+    port = Port(module)
+    port.norm.eps = 1e-6
+    forward = parity.localise(trained, port)
+    assert failed(forward) == ["norm#0"]
+    assert [rung.name for rung in forward.rungs][-1] == "output"
+    assert [rung.name for rung in parity.localise(trained, port, loss=loss).rungs][-1] == "gradients"
+    learned = parity.localise(trained, Port(module), loss=loss, optimizer=optimizers.adam(0.01), steps=3)
+    assert learned.passed
+    assert [rung.name for rung in learned.rungs][-1] == "training"
