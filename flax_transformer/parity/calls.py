@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 from flax_transformer.parity.matching import Match, Rules, Transform, exempt
-from flax_transformer.parity.recording import Recording, split_activation_key
+from flax_transformer.parity.recording import Recording, pair_places, split_activation_key
 from flax_transformer.parity.verdict import Row
 
 
@@ -63,7 +63,8 @@ def pair_calls(reference: Recording, candidate: Recording, rules: Rules, matches
                 detail = f"returns {len(answer)} arrays, the reference {len(call)}"
                 found.unlike.append(Row(name=call[0], path=path, passed=False, detail=detail))
             transform = match.transform
-            found.pairs.extend(Pair(a, b, path, transform) for a, b in zip(call, answer, strict=False))
+            places, others = _by_place(call), _by_place(answer)
+            found.pairs.extend(Pair(places[a], others[b], path, transform) for a, b in pair_places(places, others))
     position = {key: place for place, key in enumerate(reference.activations)}
     found.pairs.sort(key=lambda pair: position[pair.reference])
     answered = {other for match in matches for (other,) in match.candidates}
@@ -84,6 +85,11 @@ def _calls(recording: Recording) -> dict[str, list[tuple[str, ...]]]:
     for (path, _), keys in calls.items():
         by_path.setdefault(path, []).append(tuple(keys))
     return by_path
+
+
+def _by_place(call: tuple[str, ...]) -> dict[str, str]:
+    """Place in a nested output -> the key of one call that has it."""
+    return {"".join(key.partition("#")[2].partition("/")[1:]): key for key in call}
 
 
 def _in_order(calls: list[tuple[str, ...]], recording: Recording) -> list[tuple[str, ...]]:

@@ -1,7 +1,7 @@
 """The Flax side of a recording."""
 
 import platform
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -161,7 +161,7 @@ def live_flax(
         model.eval()
         inputs = {name: (changed | fixed)[name] for name in names}
         result = forward(model, **inputs) if by_keyword else forward(model, *inputs.values())
-        return dict(flatten(result, (jax.Array, np.ndarray)))
+        return OrderedDict(flatten(result, (jax.Array, np.ndarray)))  # jit sorts the names of a dict
 
     def gradients_of(changed: Named, fixed: Named, state: Any, names: tuple[str, ...], gradients: Named) -> Named:
         return jax.vjp(lambda changed: outputs_of(changed, fixed, state, names), changed)[1](gradients)[0]
@@ -179,7 +179,7 @@ def live_flax(
 
         def pullback(gradients: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
             with jax.enable_x64(dtype == "float64"):
-                wanted = {name: jnp.asarray(gradients[name], outputs[name].dtype) for name in outputs}
+                wanted = OrderedDict((name, jnp.asarray(gradients[name], outputs[name].dtype)) for name in outputs)
                 return _arrays(compiled_gradients(*arguments, wanted))
 
         return _arrays(outputs), pullback

@@ -279,6 +279,12 @@ def split_activation_key(key: str) -> tuple[str, int]:
     return path, int(rest.partition("/")[0])
 
 
+def pair_places(ours: Iterable[str], theirs: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """The places in two nested outputs: by name where the names are the same, for a dict has no order, else in order."""
+    ours, theirs = list(ours), list(theirs)
+    return zip(ours, ours if set(ours) == set(theirs) else theirs, strict=False)
+
+
 def names_of(parts: Iterable[tuple[str, Any]]) -> dict[str, tuple[str, ...]]:
     """Canonical name, the first -> every name of the same object."""
     groups: dict[int, list[str]] = {}

@@ -10,6 +10,7 @@ from flax_transformer.parity.calls import PairedCalls, pair_calls
 from flax_transformer.parity.judgement import Finding, Sample, judge_equal, judge_layout, judge_values
 from flax_transformer.parity.matching import Match, Rules, by_any_name, execution_order, exempt, owner
 from flax_transformer.parity.preconditions import Case, is_mask, paired_inputs
+from flax_transformer.parity.recording import pair_places
 from flax_transformer.parity.verdict import Row
 
 
@@ -151,7 +152,7 @@ class Ladder:
 
     def _output_samples(self) -> Iterator[tuple[str, list[Sample]]]:
         transform = self.rules.transform([""])
-        for ours, theirs in zip(self.reference.outputs, self.candidate.outputs, strict=False):
+        for ours, theirs in pair_places(self.reference.outputs, self.candidate.outputs):
             samples = [
                 Sample(
                     case.reference.outputs[ours],

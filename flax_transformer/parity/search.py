@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from flax_transformer.parity.recording import Arrays, as_inputs, is_floating
+from flax_transformer.parity.recording import Arrays, as_inputs, is_floating, pair_places
 
 # Outputs of a model, and the gradient of its inputs for a gradient of each output.
 Pullback = Callable[[Arrays], dict[str, np.ndarray]]
@@ -102,13 +102,12 @@ def _difference(
 ) -> tuple[float, dict[str, np.ndarray]]:
     """The relative difference, and the gradient of its square with respect to the floating-point inputs."""
     (ours, ours_back), (theirs, theirs_back) = reference(inputs), candidate(inputs)
-    shapes = [[array.shape for array in outputs.values()] for outputs in (ours, theirs)]
-    if shapes[0] != shapes[1] or not shapes[0]:
+    pairing = list(pair_places(ours, theirs))
+    shapes = [array.shape for array in ours.values()], [theirs[other].shape for _, other in pairing]
+    if len(ours) != len(theirs) or shapes[0] != shapes[1] or not shapes[0]:
+        shapes = [[array.shape for array in outputs.values()] for outputs in (ours, theirs)]
         raise ValueError(f"both models must return the same arrays, got the shapes {shapes[0]} and {shapes[1]}")
-    pairs = [
-        (name, other, ours[name].astype(np.float64), theirs[other].astype(np.float64))
-        for name, other in zip(ours, theirs, strict=True)
-    ]
+    pairs = [(name, other, ours[name].astype(np.float64), theirs[other].astype(np.float64)) for name, other in pairing]
     if any(np.any(np.isfinite(f) != np.isfinite(g)) for _, _, f, g in pairs):
         return np.inf, {name: np.zeros_like(inputs[name]) for name in floats}
     pairs = [(name, other, np.nan_to_num(f), np.nan_to_num(g)) for name, other, f, g in pairs]

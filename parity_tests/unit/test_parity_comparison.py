@@ -290,3 +290,20 @@ def test_a_verdict_reads_as_a_table(module, reference):
     assert text.startswith("PASSED (float64, at most 1e-12 of the scale and equal in float32)")
     assert "query.weight = query.kernel (kernel layout), by convention" in text
     assert "module dropout of the reference, called 1 times" in text
+
+
+def test_outputs_of_the_same_names_are_paired_by_name_and_others_in_order(reference):
+    def returning(**names):
+        nested = {f"/{name}": array for name, array in names.items()}
+        activations = {key: array for key, array in reference.activations.items() if key != "#0"}
+        activations |= {f"#0{place}": array for place, array in nested.items()}
+        return dataclasses.replace(reference, activations=activations, outputs=nested)
+
+    mean = reference.outputs[""]
+    ours = returning(mean=mean, spread=2 * mean)
+    assert parity.compare(ours, returning(spread=2 * mean, mean=mean)).passed
+    assert parity.compare(ours, returning(mu=mean, sigma=2 * mean)).passed
+    for wrong in (returning(spread=mean, mean=2 * mean), returning(sigma=2 * mean, mu=mean)):
+        found = parity.compare(ours, wrong).first_divergence
+        assert found is not None
+        assert (found.rung, found.row.name) == ("modules", "#0/mean")

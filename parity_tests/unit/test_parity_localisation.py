@@ -165,3 +165,28 @@ def test_a_reference_that_was_trained_is_compared_as_far_as_the_options_go(modul
     learned = parity.localise(trained, Port(module), loss=loss, optimizer=optimizers.adam(0.01), steps=3)
     assert learned.passed
     assert [rung.name for rung in learned.rungs][-1] == "training"
+
+
+class Named(torch.nn.Module):
+    def forward(self, x):
+        return {"z": x, "a": 2 * x, "many": [n * x for n in range(12)]}
+
+
+class OtherNames(nnx.Module):
+    def __init__(self, second):
+        self.second = second
+
+    def __call__(self, x):
+        return (x, 2 * x, [n * x for n in range(11)] + [self.second * x])
+
+
+class OtherOrder(nnx.Module):
+    def __call__(self, x):
+        return {"a": 2 * x, "many": [n * x for n in range(12)], "z": x}
+
+
+def test_a_search_pairs_outputs_by_name_or_else_in_the_order_in_which_they_are_returned():
+    x = np.random.default_rng(0).standard_normal((2, 3))
+    live = parity.live_torch(Named())
+    for port, differs in ((OtherOrder(), False), (OtherNames(11), False), (OtherNames(11.5), True)):
+        assert (parity.search(live, parity.live_flax(port), x, steps=5).difference > 1e-12) == differs
