@@ -228,7 +228,7 @@ def make_train_step(
         (gradients,) = pullback(reciprocal_or_zero(total_weight))
         return total_loss, total_weight, reduce(gradients)
 
-    def bit_by_bit(state: TrainState, batch: Any, example_indices: Array) -> tuple[Array, Array, Named]:
+    def part_by_part(state: TrainState, batch: Any, example_indices: Array) -> tuple[Array, Array, Named]:
         parameters = gather(state.parameters)
 
         def of_part(part: Any) -> tuple[Array, Array, Named]:
@@ -247,7 +247,7 @@ def make_train_step(
         divide = lambda gradient: gradient * reciprocal_or_zero(total_weight).astype(gradient.dtype)  # noqa: E731
         return total_loss, total_weight, jax.tree.map(divide, gradients)
 
-    take_gradients = at_once if accumulate == 1 else bit_by_bit
+    take_gradients = at_once if accumulate == 1 else part_by_part
 
     def train_step(state: TrainState, batch: Any, example_indices: Int[Array, "B"]) -> tuple[TrainState, Metrics]:
         total_loss, total_weight, gradients = take_gradients(state, batch, example_indices)
