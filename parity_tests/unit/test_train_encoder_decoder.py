@@ -61,7 +61,7 @@ def test_a_run_succeeds_and_leaves_what_it_promises(finished):
     files = {"config.json", "provenance.json", "tokenizer.json", "metrics.jsonl", "results.json", "samples.txt"}
     kinds = ("encoder.self_attention", "decoder.self_attention", "decoder.cross_attention")
     pictures = {"loss.png", *(f"attention.{kind}.png" for kind in kinds)}
-    assert {path.name for path in finished.output.iterdir()} == files | pictures | {"checkpoint"}
+    assert {path.name for path in finished.output.iterdir()} == files | pictures | {"checkpoint", ".lock"}
 
 
 def test_the_model_learns_more_than_how_often_words_occur(finished):
