@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+import time
 from pathlib import Path
 
 import orbax.checkpoint as ocp
@@ -65,6 +66,13 @@ def shut_metrics(patch, output: Path) -> str:
     return f"{output / 'metrics.jsonl'} cannot be written ({NO_SPACE}). "
 
 
+def wait_for(path: Path) -> None:
+    end = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < end, f"{path} was not written"
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize("fault", [fill_disk, fill_disk_within_a_save, lose_permission, shut_metrics])
 def test_a_directory_that_can_no_longer_be_written_ends_the_run_with_one_line_and_it_goes_on_later(
     whole, text, tmp_path, monkeypatch, fault
@@ -76,6 +84,7 @@ def test_a_directory_that_can_no_longer_be_written_ends_the_run_with_one_line_an
         def happen(*arguments, step, **options):
             nonlocal words
             if step == 10:
+                wait_for(output / "checkpoint" / "9")  # another thread writes it, and is not to meet the fault
                 words = fault(patch, output)
             return sample_batch(*arguments, step=step, **options)
 
