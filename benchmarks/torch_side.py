@@ -75,8 +75,10 @@ class Side:
         return loss.item()
 
     def gradient_norm(self) -> float:
-        """Of the latest step."""
-        return nn.utils.get_total_norm([p.grad for p in self._module.parameters() if p.grad is not None]).item()
+        """Of the latest step. Summed in float64: PyTorch's float32 norm of 12.8 million numbers is 4.5e-4 too small."""
+        return nn.utils.get_total_norm(
+            [p.grad.double() for p in self._module.parameters() if p.grad is not None]
+        ).item()
 
 
 class Translator:
