@@ -112,13 +112,14 @@ def begin(run: Run) -> tuple[training.ModelStructure, training.TrainState, list[
         with Checkpoints(run.directory.checkpoints) as checkpoints:
             return structure, *runs.resume(checkpoints, state)
 
-    structure, state, notices = together(build)
+    structure, own, notices = together(build)
+    state = from_main_process(own)
     if int(state.step) % run.options.device.steps_per_dispatch:
         raise ValueError(
             f"the run stopped after step {int(state.step)}, which is no multiple of --steps-per-dispatch "
             f"{run.options.device.steps_per_dispatch}; resume it with --steps-per-dispatch 1"
         )
-    return structure, from_main_process(state), notices
+    return structure, state, notices
 
 
 def execute(run: Run, structure: training.ModelStructure, state: training.TrainState, notices: Sequence[str]) -> int:
