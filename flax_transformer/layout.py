@@ -101,15 +101,7 @@ class Layout(abc.ABC):
         Raises:
             ValueError: the leaves differ in B, or see `check_batch_size`.
         """
-        shapes = [np.shape(leaf) for leaf in jax.tree.leaves(batch)]
-        sizes = {shape[:1] for shape in shapes}
-        if len(sizes) != 1 or () in sizes:
-            raise ValueError(
-                f"the arrays of a batch must have one first axis, its examples; got shapes {shapes}. Give the global "
-                "batch, padded to one size."
-            )
-        ((size,),) = sizes
-        self.check_batch_size(size)
+        size = self._examples_of(batch)
         rows = (batch, np.arange(size, dtype=np.int32))
         return PlacedBatch(*jax.tree.map(lambda leaf: self._put_rows(np.asarray(leaf)), rows))
 
@@ -124,11 +116,23 @@ class Layout(abc.ABC):
         shapes = {tuple(np.shape(leaf) for leaf in jax.tree.leaves(batch)) for batch in batches}
         if len(shapes) != 1:
             raise ValueError(f"steps that are taken at once need batches of one shape, got {sorted(shapes)}.")
-        size = next(iter(shapes))[0][0]
-        self.check_batch_size(size)
+        size = self._examples_of(batches[0])
         stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *batches)
         rows = (stacked, np.tile(np.arange(size, dtype=np.int32), (len(batches), 1)))
         return PlacedBatch(*jax.tree.map(self._put_rows_of_steps, rows))
+
+    def _examples_of(self, batch: Any) -> int:
+        """B, once it is one that the devices can share."""
+        shapes = [np.shape(leaf) for leaf in jax.tree.leaves(batch)]
+        sizes = {shape[:1] for shape in shapes}
+        if len(sizes) != 1 or () in sizes:
+            raise ValueError(
+                f"the arrays of a batch must have one first axis, its examples; got shapes {shapes}. Give the global "
+                "batch, padded to one size."
+            )
+        ((size,),) = sizes
+        self.check_batch_size(size)
+        return size
 
     def abstract_batch(self, batch: Any) -> PlacedBatch:
         """The shapes and shardings of what `place_batch` makes of a batch, by its shapes. For `train_program`.
