@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -59,7 +60,8 @@ class Numerics:
 
 
 def _einsum(spec: str, left: Array, right: Array, precision: jax.lax.Precision, result: DTypeLike) -> Array:
-    return jnp.einsum(spec, left, right, precision=precision, preferred_element_type=result)
+    product = functools.partial(jnp.einsum, precision=precision, preferred_element_type=result)
+    return _by_matrices(product, spec, left, right)
 
 
 def _mixed_einsum(spec: str, left: Array, right: Array, precision: jax.lax.Precision, result: DTypeLike) -> Array:
@@ -88,9 +90,18 @@ def mixed_einsum(spec: str, left: Float[Array, "..."], right: Float[Array, "..."
     if not left.dtype == right.dtype == "float32":
         raise ValueError(f"mixed products round float32 factors to bfloat16, got {left.dtype} and {right.dtype}.")
     product: Any = _mixed
+    return _by_matrices(product, spec, left, right)
+
+
+def _by_matrices(product: Callable[[str, Array, Array], Array], spec: str, left: Array, right: Array) -> Array:
+    """``product(spec, left, right)`` with one axis, Z, for all that "..." stands for: a product of two matrices.
+
+    A gradient by the weights sums over those axes. Over two of them XLA:CPU transposes its factors first, element by
+    element, and computes anew in every element whatever it can of how the factor came about: of the gradient of a residual
+    stream, the sum of all layers above. It was a third of the time of a train step (GPT of width 256, 6 layers, float32).
+    """
     if "..." not in spec:
         return product(spec, left, right)
-    # One axis for all that "..." stands for: a product of two matrices, which is what compilers know best.
     axes = left.ndim - len(spec.partition(",")[0].removeprefix("..."))
     flat = product(spec.replace("...", "Z"), left.reshape(-1, *left.shape[axes:]), right)
     return flat.reshape(*left.shape[:axes], *flat.shape[1:])
