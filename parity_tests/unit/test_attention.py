@@ -1,5 +1,6 @@
 """Attention against loops over examples, heads and positions in NumPy, masks and fully masked rows included."""
 
+import functools
 import math
 from typing import Any
 
@@ -12,6 +13,8 @@ from flax import nnx
 from flax_transformer.attention import MultiHeadAttention, attention_weights
 from flax_transformer.config import DecoderOnlyConfig
 from flax_transformer.dropout import DropoutSource
+from flax_transformer.flops import count_flops
+from flax_transformer.masks import causal_mask
 from flax_transformer.numerics import Numerics
 
 B, T, S, N, H = 2, 3, 5, 4, 6  # axis letters of config.py
@@ -170,6 +173,30 @@ def test_shared_projections_are_one_module_and_separate_ones_are_four():
     kernels = [np.asarray(p.kernel[...]) for p in (separate.query, separate.key, separate.value, separate.output)]
     for i, j in np.ndindex(4, 4):
         assert np.array_equal(kernels[i], kernels[j]) == (i == j)
+
+
+@pytest.mark.parametrize("length", [256, 259])
+def test_causal_attention_in_parts_is_causal_attention(float64, length):
+    """With as many operations fewer as 4 parts have, each looking back from its end."""
+    attention = randomised(MultiHeadAttention(double(), projections="separate", rngs=nnx.Rngs(0)))
+    structure, state = nnx.split(attention)
+    x = jnp.asarray(np.random.default_rng(6).standard_normal((B, length, D)))
+    upstream = jnp.asarray(np.random.default_rng(7).standard_normal((B, length, D)))
+
+    def mixed(pattern, state, x):
+        return nnx.merge(structure, state)(x, x, x, causal_mask(length), pattern=pattern)
+
+    def loss(pattern, state, x):
+        return (mixed(pattern, state, x) * upstream).sum()
+
+    np.testing.assert_allclose(mixed("causal", state, x), mixed("any", state, x), rtol=1e-12, atol=1e-12)
+    for part, whole in zip(
+        *(jax.tree.leaves(jax.grad(loss, argnums=(1, 2))(pattern, state, x)) for pattern in ("causal", "any")),
+        strict=True,
+    ):
+        np.testing.assert_allclose(part, whole, rtol=1e-11, atol=1e-10)
+    parts, whole = (count_flops(functools.partial(mixed, pattern), state, x).useful for pattern in ("causal", "any"))
+    assert whole - parts == pytest.approx(3 / 8 * 4 * B * length**2 * D, rel=0.01)
 
 
 class KeepEvenKeys(DropoutSource):
