@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.test_util import check_grads
 
 from flax_transformer.config import DecoderOnlyConfig
 from flax_transformer.dropout import DropoutSource
@@ -162,6 +163,16 @@ def test_the_gradient_of_a_norm_is_its_slope(float64, variance, placement):
 
     slope = (loss(x + step * direction) - loss(x - step * direction)) / (2 * step)
     np.testing.assert_allclose((jax.grad(loss)(jnp.asarray(x)) * direction).sum(), slope, rtol=1e-7)
+
+
+@every_norm
+def test_the_derivatives_of_a_norm_are_those_of_the_chain_rule_forwards_and_backwards(float64, variance, placement):
+    structure, state = nnx.split(norm_of(variance, placement, 0.1))
+
+    def call(state, x):
+        return nnx.merge(structure, state)(jnp.asarray(x))
+
+    check_grads(call, (state, jnp.asarray(random_activations(3, 14))), order=2, modes=("fwd", "rev"), rtol=1e-5)
 
 
 @every_norm
