@@ -53,16 +53,15 @@ class Side:
         structure, parameters, buffers = training.split_model(model)
         optimizer = optimizers.adamw(optimizers.constant(LEARNING_RATE), weight_decay=0.0)
         self._state = training.init_state(parameters, buffers, optimizer, seed=seed)
-        self._step = jax.jit(training.make_train_step(structure, loss, optimizer), donate_argnums=0)
+        self._step = jax.jit(_repeated(training.make_train_step(structure, loss, optimizer), row), donate_argnums=0)
         self._batch = jax.tree.map(jnp.asarray, batch)
         self._examples = jnp.arange(row.batch_size)
         self._metrics: training.Metrics | None = None
 
     def step(self) -> float:
-        """Takes one step; the loss before it, in nats per token."""
-        self._state, metrics = jax.block_until_ready(self._step(self._state, self._batch, self._examples))
-        self._metrics = metrics
-        return float(metrics.loss)
+        """Takes one step, or as many as the row takes at once; the loss before the last, in nats per token."""
+        self._state, self._metrics = self._step(self._state, self._batch, self._examples)
+        return float(jax.block_until_ready(self._metrics).loss)
 
     def gradient_norm(self) -> float:
         """Of the latest step."""
@@ -150,6 +149,20 @@ def head_memory(row: Row, *, variant: TrainingPrecision) -> dict[str, int]:
         analysis: Any = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*shapes).compile().memory_analysis()
         found[loss.__name__] = analysis.temp_size_in_bytes
     return found
+
+
+def _repeated(step: Any, row: Row) -> Any:
+    """The steps of one dispatch, as `Layout.compile_train_step` takes them, all on the same batch."""
+    if row.steps_per_dispatch == 1:
+        return step
+
+    def steps(state: training.TrainState, batch: Any, examples: jax.Array) -> tuple[training.TrainState, Any]:
+        state, metrics = jax.lax.scan(
+            lambda state, _: step(state, batch, examples), state, length=row.steps_per_dispatch
+        )
+        return state, jax.tree.map(lambda metric: metric[-1], metrics)
+
+    return steps
 
 
 def _build(row: Row, **options: Any) -> nnx.Module:

@@ -80,10 +80,11 @@ def test_either_loss_over_the_vocabulary_is_the_same_work(sides, monkeypatch, ki
     check_alike(sides, "decoder-only", "float32")
 
 
-def test_ours_and_flax_take_the_same_steps_of_a_chain(tmp_path):
+@pytest.mark.parametrize("name", ["dispatch", "dispatch-8"])
+def test_ours_and_flax_take_the_same_steps_of_a_chain(tmp_path, name):
     from benchmarks import flax_side, jax_side
 
-    row = dataclasses.replace(ROWS["dispatch"], num_layers=3)
+    row = dataclasses.replace(ROWS[name], num_layers=3)
     nowhere = tmp_path / "no weights"
     with jax.numpy_dtype_promotion("standard"):
         theirs = first_steps(flax_side.Side(row, weights=nowhere, seed=3, threads=1))
