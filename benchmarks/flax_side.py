@@ -89,11 +89,18 @@ class Side:
         self._optimizer = nnx.Optimizer(self._model, optax.adam(LEARNING_RATE), wrt=nnx.Param)
         self._step = _make_step(loss)
         self._norm: jax.Array | None = None
-        self._steps = row.steps_per_dispatch
+        self._steps_per_dispatch = row.steps_per_dispatch
 
     def step(self) -> float:
-        """Takes one step, or as many as the row takes at once; the loss before the last, in nats per token."""
-        found = [self._step(self._model, self._optimizer, self._batch) for _ in range(self._steps)]
+        """Takes one step; the loss before it, in nats per token."""
+        return self._take(1)
+
+    def dispatch(self) -> float:
+        """Takes as many steps as ours takes in one call; the loss before the last."""
+        return self._take(self._steps_per_dispatch)
+
+    def _take(self, count: int) -> float:
+        found = [self._step(self._model, self._optimizer, self._batch) for _ in range(count)]
         loss, self._norm = jax.block_until_ready(found[-1])
         return float(loss)
 

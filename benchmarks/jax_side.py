@@ -53,14 +53,23 @@ class Side:
         structure, parameters, buffers = training.split_model(model)
         optimizer = optimizers.adamw(optimizers.constant(LEARNING_RATE), weight_decay=0.0)
         self._state = training.init_state(parameters, buffers, optimizer, seed=seed)
-        self._step = jax.jit(_repeated(training.make_train_step(structure, loss, optimizer), row), donate_argnums=0)
+        train_step = training.make_train_step(structure, loss, optimizer)
+        self._step = jax.jit(train_step, donate_argnums=0)
+        self._several = jax.jit(_repeated(train_step, row.steps_per_dispatch), donate_argnums=0)
         self._batch = jax.tree.map(jnp.asarray, batch)
         self._examples = jnp.arange(row.batch_size)
         self._metrics: training.Metrics | None = None
 
     def step(self) -> float:
-        """Takes one step, or as many as the row takes at once; the loss before the last, in nats per token."""
-        self._state, self._metrics = self._step(self._state, self._batch, self._examples)
+        """Takes one step; the loss before it, in nats per token."""
+        return self._call(self._step)
+
+    def dispatch(self) -> float:
+        """Takes the row's `steps_per_dispatch` steps in one call; the loss before the last."""
+        return self._call(self._several)
+
+    def _call(self, step: Any) -> float:
+        self._state, self._metrics = step(self._state, self._batch, self._examples)
         return float(jax.block_until_ready(self._metrics).loss)
 
     def gradient_norm(self) -> float:
@@ -151,15 +160,11 @@ def head_memory(row: Row, *, variant: TrainingPrecision) -> dict[str, int]:
     return found
 
 
-def _repeated(step: Any, row: Row) -> Any:
-    """The steps of one dispatch, as `Layout.compile_train_step` takes them, all on the same batch."""
-    if row.steps_per_dispatch == 1:
-        return step
+def _repeated(step: Any, count: int) -> Any:
+    """Several steps, as `Layout.compile_train_step` takes them, all on the same batch."""
 
     def steps(state: training.TrainState, batch: Any, examples: jax.Array) -> tuple[training.TrainState, Any]:
-        state, metrics = jax.lax.scan(
-            lambda state, _: step(state, batch, examples), state, length=row.steps_per_dispatch
-        )
+        state, metrics = jax.lax.scan(lambda state, _: step(state, batch, examples), state, length=count)
         return state, jax.tree.map(lambda metric: metric[-1], metrics)
 
     return steps
