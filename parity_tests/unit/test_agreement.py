@@ -13,8 +13,7 @@ import pytest
 
 import train
 from flax_transformer.commands import agreement
-from parity_tests.unit.test_several_processes import CACHE
-from parity_tests.unit.test_train_command import PATTERN, write
+from parity_tests.unit.small_runs import CACHE, PATTERN, write
 
 ROOT = Path(train.__file__).parent
 

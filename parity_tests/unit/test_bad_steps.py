@@ -12,8 +12,7 @@ import pytest
 import train
 from flax_transformer import data, parallel, training
 from flax_transformer.losses import LossSums
-from parity_tests.unit.test_resume import TINY, curve, leaves
-from parity_tests.unit.test_train_command import PATTERN, call, metrics_of, write
+from parity_tests.unit.small_runs import PATTERN, TINY, call, curve, leaves, metrics_of, write
 from parity_tests.unit.test_training import B, adamw, build, prepare, random_batch
 
 BAD = [np.nan, np.inf, -np.inf]

@@ -6,7 +6,7 @@ import pytest
 
 import train
 from flax_transformer.commands.command_line import parse
-from parity_tests.unit.test_train_command import call
+from parity_tests.unit.small_runs import call
 
 
 @pytest.mark.parametrize(

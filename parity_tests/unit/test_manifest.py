@@ -11,22 +11,8 @@ import train
 from flax_transformer import checkpoint, manifest
 from flax_transformer.checkpoint import Checkpoints, DamageError
 from flax_transformer.commands import generate, runs
+from parity_tests.unit.small_runs import PATTERN, assert_same_run, call
 from parity_tests.unit.test_checkpoint import assert_same_bits, random_state, shapes_of
-from parity_tests.unit.test_resume import TINY, assert_same_run
-from parity_tests.unit.test_train_command import PATTERN, call, write
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory) -> Path:
-    return write(tmp_path_factory.mktemp("text"), PATTERN)
-
-
-@pytest.fixture(scope="module")
-def whole(text, tmp_path_factory) -> Path:
-    """A run that nothing damages."""
-    output = tmp_path_factory.mktemp("whole") / "run"
-    assert call(train.main, "--data", text, *TINY, "--output", output)[0] == 0
-    return output
 
 
 def flip_bit(path: Path, *, seed: int = 0) -> None:

@@ -9,68 +9,14 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import train
 from flax_transformer import data
-from flax_transformer.checkpoint import Checkpoints
 from flax_transformer.commands import runs
-from parity_tests.unit.test_train_command import PATTERN, call, metrics_of, write
+from parity_tests.unit.small_runs import PATTERN, TINY, assert_same_run, call, curve, lines_of, metrics_of, stop_after
 
 ROOT = Path(train.__file__).parent
-TINY = [
-    *("--d-model", "8", "--num-heads", "2", "--num-layers", "1", "--dropout", "0.3"),
-    *("--batch-size", "6", "--context-length", "5", "--learning-rate", "0.03", "--generate-tokens", "3"),
-    *("--log-every", "1", "--validate-every", "7", "--save-every", "3", "--steps", "23"),
-]
-
-
-def curve(output: Path) -> list[dict]:
-    """All that a run logged, except for the times that it took."""
-    return [{k: v for k, v in entry.items() if k != "tokens_per_second"} for entry in metrics_of(output)]
-
-
-def leaves(output: Path, step: int) -> dict[str, np.ndarray]:
-    job, _ = train.prepare(train.parse(["--output", str(output), "--resume"]))
-    structure_of_state = train.training.split_model(job.build_model())
-    like = train.training.init_state(*structure_of_state[1:], job.optimizer, seed=1)
-    with Checkpoints(output / "checkpoint") as checkpoints:
-        state = checkpoints.restore(like, step=step)
-    return {str(number): np.asarray(leaf) for number, leaf in enumerate(train.jax.tree.leaves(state))}
-
-
-def assert_same_run(output: Path, whole: Path) -> None:
-    assert curve(output) == curve(whole)
-    ours, theirs = leaves(output, 23), leaves(whole, 23)
-    assert {name for name in theirs if ours[name].tobytes() != theirs[name].tobytes()} == set()
-    for name in ("results.json", "sample.txt", "config.json", "tokenizer.json"):
-        assert (output / name).read_text() == (whole / name).read_text()
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory) -> Path:
-    return write(tmp_path_factory.mktemp("text"), PATTERN)
-
-
-@pytest.fixture(scope="module")
-def whole(text, tmp_path_factory) -> Path:
-    """A run that nothing stops."""
-    output = tmp_path_factory.mktemp("whole") / "run"
-    assert call(train.main, "--data", text, *TINY, "--output", output)[0] == 0
-    return output
-
-
-def stop_after(monkeypatch, steps: int, number: signal.Signals) -> None:
-    """The signal arrives when so many steps have been taken and the next is prepared."""
-    sample_batch = data.sample_batch
-
-    def interrupted(*arguments, step, **options):
-        if step == steps:
-            signal.raise_signal(number)
-        return sample_batch(*arguments, step=step, **options)
-
-    monkeypatch.setattr(data, "sample_batch", interrupted)
 
 
 def test_a_run_that_is_killed_at_any_moment_and_resumed_is_the_run_that_was_not(whole, text, tmp_path):
@@ -93,11 +39,6 @@ def test_a_run_that_is_killed_at_any_moment_and_resumed_is_the_run_that_was_not(
     assert (status, err) == (0, "")
     assert "resumed after step" in out or "nothing to resume" in out
     assert_same_run(output, whole)
-
-
-def lines_of(output: Path) -> list[str]:
-    path = output / "metrics.jsonl"
-    return path.read_text().splitlines() if path.exists() else []
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

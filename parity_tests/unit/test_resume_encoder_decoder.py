@@ -7,8 +7,7 @@ import pytest
 
 from flax_transformer import training
 from flax_transformer.commands import runs
-from parity_tests.unit.test_resume import curve, lines_of
-from parity_tests.unit.test_several_processes import wait_for
+from parity_tests.unit.small_runs import curve, lines_of, wait_for
 from parity_tests.unit.test_train_encoder_decoder import sentences, start
 
 TINY = [

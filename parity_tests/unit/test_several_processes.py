@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,23 +15,16 @@ import pytest
 import train
 from flax_transformer.commands import runs
 from flax_transformer.parity.tolerances import DEVICES
-from parity_tests.unit.test_resume import curve, lines_of
-from parity_tests.unit.test_train_command import PATTERN, call, metrics_of, write
+from parity_tests.unit.small_runs import CACHE, call, curve, lines_of, metrics_of, wait_for
 
 ROOT = Path(train.__file__).parent
-CACHE = {"JAX_COMPILATION_CACHE_DIR": str(ROOT / ".jax_cache"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2"}
 TINY = [
     *("--d-model", "8", "--num-heads", "2", "--num-layers", "1", "--dropout", "0.3", "--context-length", "5"),
     *("--batch-size", "6", "--generate-tokens", "3", "--validate-every", "4", "--save-every", "3", "--log-every", "1"),
 ]
 # A learning rate so small that what rounding does to one step is not blown up by those that follow.
-STEPS = ["--steps", "9", "--learning-rate", "1e-4", "--schedule", "constant"]
+STEPS = ["--precision", "float32", "--steps", "9", "--learning-rate", "1e-4", "--schedule", "constant"]
 LONG = ["--steps", "100000", "--validate-every", "100000", "--save-every", "100000", "--log-every", "50000"]
-
-
-@pytest.fixture
-def text(tmp_path) -> Path:
-    return write(tmp_path, PATTERN)
 
 
 class Pair:
@@ -59,15 +52,6 @@ class Pair:
 
     def wait_for_steps(self, output: Path) -> None:
         wait_for(lambda: bool(lines_of(output)), self.processes)
-
-
-def wait_for(condition: Callable[[], bool], processes: list[subprocess.Popen]) -> None:
-    """Until processes that go on running have brought something about."""
-    end = time.monotonic() + 400
-    while not condition():
-        assert [process.returncode for process in processes if process.poll() is not None] == []
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 @pytest.fixture

@@ -2,30 +2,15 @@
 
 import shutil
 import signal
-from pathlib import Path
 
 import pytest
 
 import train
 from flax_transformer import data
 from flax_transformer.commands import decoder_only_job, runs
-from parity_tests.unit.test_resume import TINY, assert_same_run
-from parity_tests.unit.test_train_command import PATTERN, call, write
+from parity_tests.unit.small_runs import TINY, assert_same_run, call
 
 SIGNALS = [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory) -> Path:
-    return write(tmp_path_factory.mktemp("text"), PATTERN)
-
-
-@pytest.fixture(scope="module")
-def whole(text, tmp_path_factory) -> Path:
-    """A run that nothing stops."""
-    output = tmp_path_factory.mktemp("whole") / "run"
-    assert call(train.main, "--data", text, *TINY, "--output", output)[0] == 0
-    return output
 
 
 def raise_when_called(monkeypatch, module, name: str, number: signal.Signals, *, call_number: int = 1) -> None:

@@ -11,8 +11,7 @@ import pytest
 
 import train
 from flax_transformer.commands.tensorboard import EventFile
-from parity_tests.unit.test_resume import TINY, stop_after
-from parity_tests.unit.test_train_command import PATTERN, call, metrics_of, write
+from parity_tests.unit.small_runs import PATTERN, TINY, call, metrics_of, stop_after, write
 
 needs_tensorboard = pytest.mark.skipif(
     importlib.util.find_spec("tensorboardX") is None, reason="needs the extra `tensorboard`"

@@ -18,34 +18,13 @@ from flax_transformer import data, training
 from flax_transformer.checkpoint import Checkpoints
 from flax_transformer.commands import generate, progress, recipes, runs
 from flax_transformer.decoder_only import DecoderOnly
+from parity_tests.unit.small_runs import PATTERN, call, metrics_of, write
 
-PATTERN = " a b c d e f g" * 200
 TINY = [
     *("--d-model", "8", "--num-heads", "2", "--num-layers", "1", "--dropout", "0.05"),
     *("--batch-size", "5", "--context-length", "6", "--learning-rate", "0.03"),
     *("--generate-tokens", "9", "--log-every", "20"),
 ]
-
-
-def call(command, *arguments: object) -> tuple[int, str, str]:
-    """Exit status, standard output and standard error of a command."""
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            status = command([str(argument) for argument in arguments])
-        except SystemExit as exit_:
-            status = int(exit_.code or 0)
-    return status, out.getvalue(), err.getvalue()
-
-
-def write(directory: Path, content: str | bytes) -> Path:
-    path = directory / "text.txt"
-    path.write_bytes(content.encode() if isinstance(content, str) else content)
-    return path
-
-
-def metrics_of(output: Path) -> list[dict]:
-    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,23 +11,9 @@ import pytest
 
 import train
 from flax_transformer import checkpoint, data
-from parity_tests.unit.test_resume import TINY, assert_same_run
-from parity_tests.unit.test_train_command import PATTERN, call, write
+from parity_tests.unit.small_runs import TINY, assert_same_run, call
 
 NO_SPACE, NO_PERMISSION = os.strerror(errno.ENOSPC), os.strerror(errno.EACCES)
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory) -> Path:
-    return write(tmp_path_factory.mktemp("text"), PATTERN)
-
-
-@pytest.fixture(scope="module")
-def whole(text, tmp_path_factory) -> Path:
-    """A run that nothing stops."""
-    output = tmp_path_factory.mktemp("whole") / "run"
-    assert call(train.main, "--data", text, *TINY, "--output", output)[0] == 0
-    return output
 
 
 def fill_disk(patch, output: Path) -> str:
