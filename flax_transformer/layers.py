@@ -127,7 +127,7 @@ def _normalise(denominator: Denominator, degrees_of_freedom: int, x: Array, scal
 def _normalise_jvp(
     denominator: Denominator, degrees_of_freedom: int, primals: tuple[Array, ...], tangents: tuple[Array, ...]
 ) -> tuple[Array, Array]:
-    """The derivative that the chain rule gives, with fewer arrays of the size of x: 2/3 of the time, forward and backward."""
+    """The derivative that the chain rule gives, with fewer arrays of the size of x: 2/3 of the time, there and back."""
     x, scale, bias = primals
     by_x, by_scale, by_bias = tangents
     deviation = x - x.mean(-1, keepdims=True)
