@@ -101,14 +101,14 @@ class TrainingOptions:
         TrainingPrecision,
         _option(
             None,
-            "float32",
-            "How products are computed; weights, gradients and optimizer are float32 always. float32: in float32 on every "
-            "backend, so that every layout over devices gives the same numbers up to 2e-6; mixed: the factors rounded to "
-            "bfloat16, sums and results in float32, as a TPU does by default, here on every backend (1.5 to 2.5 times as "
-            "fast on a CPU with AMX); bfloat16: activations too, which saves memory on a TPU or GPU and is slow on a CPU. "
+            "mixed",
+            "How products are computed; weights, gradients and optimizer are float32 always. mixed: the factors rounded to "
+            "bfloat16, sums and results in float32, as a TPU does by default, here on every backend (twice as fast as "
+            "float32 on a CPU with AMX); float32: in float32 on every backend, so that every layout over devices gives the "
+            "same numbers up to 2e-6; bfloat16: activations too, which saves memory on a TPU or GPU and is slow on a CPU. "
             "docs/precision.md compares the three.",
         ),
-    ] = "float32"
+    ] = "mixed"
     vocabulary_loss: Annotated[
         Literal["auto", "plain", "fused"],
         _option(
