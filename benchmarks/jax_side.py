@@ -49,7 +49,7 @@ class Side:
             model = _build(row, **PRECISIONS[variant], attention="einsum" if device == "cpu" else "flash")
             with np.load(weights) as state:
                 ft.weights.load_torch(model, dict(state))
-            batch, loss = _batch(row, seed=seed), _loss(row)
+            batch, loss = _batch(row, seed=seed), _loss(row, variant)
         structure, parameters, buffers = training.split_model(model)
         optimizer = optimizers.adamw(optimizers.constant(LEARNING_RATE), weight_decay=0.0)
         self._state = training.init_state(parameters, buffers, optimizer, seed=seed)
@@ -199,11 +199,12 @@ def _batch(row: Row, *, seed: int) -> Batch | PairBatch:
     return Batch(inputs, labels, weights)
 
 
-def _loss(row: Row) -> training.LossFunction:
+def _loss(row: Row, variant: TrainingPrecision = "float32") -> training.LossFunction:
     """The trainer's, with the loss over the vocabulary that it takes for so many tokens and classes."""
     kind = row.vocabulary_loss
     if kind == "auto":
-        kind = default_kind(row.batch_size * row.length, row.vocab_size)
+        precision = PRECISIONS[variant]["precision"]
+        kind = default_kind(row.batch_size * row.length, row.vocab_size, precision=precision)
     loss = training.translation_loss if row.model == "encoder-decoder" else training.next_token_loss
     return functools.partial(loss, vocabulary_loss=kind)
 

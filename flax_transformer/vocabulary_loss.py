@@ -20,8 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 from flax_transformer.losses import LossSums, check_options, sum_losses
 from flax_transformer.numerics import Numerics
 
-# Measured on two cores with width 64 and the whole train step (`default_kind`); in float32 16 MiB.
-WORTH_FUSING = 2**22
+WORTH_FUSING, WORTH_FUSING_FLOAT32 = 2**22, 3 * 2**22  # logits; see `default_kind`
 _LOGITS_AT_ONCE = 2**21  # in float32 8 MiB: what the caches of a CPU hold, and enough work for an accelerator
 _SMALLEST_CHUNK = 512
 
@@ -113,18 +112,28 @@ def fused_cross_entropy(
     return sum_losses(normalisers, expected, used.reshape(-1).astype(normalisers.dtype), z_loss=z_loss)
 
 
-def default_kind(positions: int, num_classes: int) -> Literal["plain", "fused"]:
-    """Which loss is the better choice: "fused" from `WORTH_FUSING` logits on.
+def default_kind(positions: int, num_classes: int, *, precision: str) -> Literal["plain", "fused"]:
+    """Which loss is the better choice: "fused" from `WORTH_FUSING` logits on, or `WORTH_FUSING_FLOAT32`.
 
-    The plain loss, in milliseconds a train step over the fused one's (decoder-only document, float32, two cores): 0.90,
-    0.98, 1.9, 1.7, 2.2, 3.3 for 1,024 positions and 1,000, 2,000, 4,000, 8,000, 16,000, 32,000 classes; 1.00, 0.98, 0.63,
-    0.85, 0.99, 1.12, 1.34 for 64 positions and these and 199,854. On an accelerator memory decides, and says the same.
+    Measured as the time of a train step with the plain loss over that with the fused one, on two cores with AMX:
+
+        N      V        N V / 2^22    width 64: float32, mixed    width 256: float32, mixed
+        1024   4,000    0.98          0.90, 1.06                  0.79, 0.93
+        1024   8,000    1.95          1.03, 1.44                  0.86, 1.33
+        1024   32,000   7.8           1.35, 2.19                  0.85, 1.37
+        64     199,854  3.05          1.11, 1.39
+
+    and on deeper models 0.91, 1.00 (encoder-decoder, width 512, 2^23 logits) and 1.00, 1.05 (GPT, width 256, 2^24). Logits
+    are computed twice, which costs where products are slow; beyond 12 million of them the memory saved decides, 50 MB
+    several times.
 
     Args:
         positions: N, of a batch.
         num_classes: V.
+        precision: of products, as `TransformerConfig.precision`.
     """
-    return "fused" if positions * num_classes >= WORTH_FUSING else "plain"
+    least = WORTH_FUSING_FLOAT32 if precision in ("high", "highest") else WORTH_FUSING
+    return "fused" if positions * num_classes >= least else "plain"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -82,7 +82,9 @@ def vocabulary_loss(options: Options, *, positions: int, vocab_size: int) -> dic
     """How the loss over the vocabulary is computed, as arguments of a loss: as the user decided, or as is better for so
     many tokens in a batch; and how many devices share the vocabulary."""
     kind = options.training.vocabulary_loss
-    kind = default_kind(positions, vocab_size) if kind == "auto" else kind
+    if kind == "auto":
+        precision = PRECISIONS[options.training.precision]["precision"]
+        kind = default_kind(positions, vocab_size, precision=precision)
     shards = 1 if options.device.mesh is None else MeshShape.parse(options.device.mesh).tensor
     return {"vocabulary_loss": kind, "vocabulary_shards": shards}
 

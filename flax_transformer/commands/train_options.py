@@ -117,7 +117,7 @@ class TrainingOptions:
             "How the loss over the vocabulary is computed. plain: from all logits of the batch; fused: in chunks of the "
             "vocabulary, whose logits are computed twice and never kept, which is faster and takes a fraction of the "
             "memory where the vocabulary is large; auto: fused from four million logits (tokens of a batch x vocabulary) "
-            "on. The numbers are the same up to rounding.",
+            "on, in float32 from twelve. The numbers are the same up to rounding.",
         ),
     ] = "auto"
     seed: Annotated[int, _option("N", "0")] = 0

@@ -76,7 +76,7 @@ def test_compiled_contenders_do_so_too(sides, row, contender):
 def test_either_loss_over_the_vocabulary_is_the_same_work(sides, monkeypatch, kind):
     from benchmarks import jax_side
 
-    monkeypatch.setattr(jax_side, "default_kind", lambda positions, classes: kind)
+    monkeypatch.setattr(jax_side, "default_kind", lambda positions, classes, *, precision: kind)
     check_alike(sides, "decoder-only", "float32")
 
 

@@ -334,12 +334,15 @@ def test_over_a_mesh_no_device_gathers_the_kernel_and_pmap_agrees():
 
 
 def test_a_command_takes_the_fused_loss_where_it_was_measured_to_win_or_as_it_is_told():
-    def chosen(kind, positions, vocab_size):
-        options = train_options.DecoderOnlyOptions(training=train_options.TrainingOptions(vocabulary_loss=kind))
+    def chosen(kind, positions, vocab_size, precision: train_options.TrainingPrecision = "mixed"):
+        training = train_options.TrainingOptions(vocabulary_loss=kind, precision=precision)
+        options = train_options.DecoderOnlyOptions(training=training)
         return jobs.vocabulary_loss(options, positions=positions, vocab_size=vocab_size)["vocabulary_loss"]
 
     assert chosen("auto", 4 * 16, 199_854) == chosen("auto", 64 * 16, 8000) == "fused"
     assert chosen("auto", 8 * 64, 1400) == chosen("auto", 4 * 16, 16_000) == "plain"
+    assert chosen("auto", 64 * 16, 8000, "float32") == "plain"
+    assert chosen("auto", 4 * 16, 199_854, "float32") == chosen("auto", 64 * 16, 8000, "bfloat16") == "fused"
     assert chosen("fused", 5, 7) == "fused"
     assert chosen("plain", 64 * 16, 199_854) == "plain"
 
