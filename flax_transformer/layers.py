@@ -136,7 +136,8 @@ def _normalise_jvp(
     unit, change = deviation / divisor, by_x / divisor
     by_variance = 2 * (unit * change).sum(-1, keepdims=True) / degrees_of_freedom  # over divisor^2
     _, by_divisor = jax.jvp(denominator, (variance,), (by_variance,))
-    by_unit = change - change.mean(-1, keepdims=True) - unit * (divisor * by_divisor)
+    # Not `unit * (divisor * by_divisor)`: where the variance overflows that is 0 times infinity.
+    by_unit = change - change.mean(-1, keepdims=True) - deviation * by_divisor
     return scale * deviation / divisor + bias, scale * by_unit + by_scale * unit + by_bias
 
 

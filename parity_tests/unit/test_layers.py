@@ -166,6 +166,15 @@ def test_the_gradient_of_a_norm_is_its_slope(float64, variance, placement):
 
 
 @every_norm
+def test_a_variance_that_overflows_leaves_a_gradient_of_zero(variance, placement):
+    norm = LayerNorm(small(norm_variance=variance, norm_eps_placement=placement, norm_eps=0.1))
+    x = jnp.asarray(random_activations(3, 14) * 1e20, jnp.float32)
+    np.testing.assert_array_equal(norm(x), np.zeros((3, 14)))
+    upstream = jnp.asarray(random_activations(3, 14, seed=3), jnp.float32)
+    np.testing.assert_array_equal(jax.grad(lambda x: (norm(x) * upstream).sum())(x), np.zeros((3, 14)))
+
+
+@every_norm
 def test_the_derivatives_of_a_norm_are_those_of_the_chain_rule_forwards_and_backwards(float64, variance, placement):
     structure, state = nnx.split(norm_of(variance, placement, 0.1))
 
