@@ -63,7 +63,10 @@ class Worker:
         elsewhere = {} if device == "cpu" else {"device": device}
         side = make(wanted, weights=Path(weights), seed=seed, **self._options, **elsewhere)
         evidence = {"ids": side.step()} if translates else first_steps(side)
-        self._step, self._device = (side.step if wanted.steps_per_dispatch == 1 else side.dispatch), device
+        self._step, self._device = side.step, device
+        if wanted.steps_per_dispatch > 1:
+            self._step = side.dispatch
+            self._step()  # compiles, which must not count in the peak
         memory.reset_peak()
         return evidence
 

@@ -79,7 +79,8 @@ class MultiHeadAttention(nnx.Module):
         *,
         pattern: Pattern = "any",
     ) -> Float[Array, "B T D"]:
-        """``pattern`` says what ``mask`` is known to be, for kernels that need not read it; it changes no number."""
+        """``pattern`` says what ``mask`` is known to be, so that what it hides need not be computed; ``causal`` is exactly
+        ``masks.causal_mask(T)``. It changes no number but for the order of sums."""
         q, k, v = self._split(self.query(query)), self._split(self.key(key)), self._split(self.value(value))
         return self._merge(self.mix(self, q, k, v, mask, dropout, pattern))
 
@@ -148,7 +149,7 @@ def _by_kernel(
         reason = "with mask_fill minus_inf a query that may attend to nothing is NaN, which no kernel gives"
     if reason is not None:
         warnings.warn(f"attention='flash' falls back to plain products: {reason}.", stacklevel=2)
-        return _by_products(layer, query, key, value, mask, dropout)
+        return _by_products(layer, query, key, value, mask, dropout, pattern)
     return flash_attention(query, key, value, mask=mask, pattern=pattern)
 
 

@@ -46,7 +46,10 @@ class Numerics:
         return jnp.dtype("float64" if self.compute == "float64" else "float32")
 
     def einsum(self, spec: str, left: Float[Array, "..."], right: Float[Array, "..."], *, result: DTypeLike) -> Array:
-        """``jnp.einsum`` of both operands cast to ``compute``, in the model's precision, accumulated into ``result``."""
+        """``jnp.einsum`` of both operands cast to ``compute``, in the model's precision, accumulated into ``result``.
+
+        "..." may begin the first factor and the result alone, as in ``mixed_einsum``.
+        """
         product = _EINSUMS[self.factors]
         return product(spec, left.astype(self.compute), right.astype(self.compute), self.precision, result)
 

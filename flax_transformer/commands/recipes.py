@@ -125,7 +125,7 @@ def _small(*, vocab_size: int, **options) -> EncoderDecoderConfig:
 
 # Chosen by measurement on 2 cores: the two named small, and the decoder-only document's. `gpt2-small` is what its
 # successors commonly use, the others follow the paper, each with the largest power of two for a batch with which a step
-# stays below 17 GiB in float32: as much as a GPU of 24 GiB, or a large laptop, has to give.
+# stays below 17 GiB with `--precision float32`: as much as a GPU of 24 GiB, or a large laptop, has to give.
 DECODER_ONLY = {
     "small": DecoderOnlyPreset(
         "trains in minutes on 2 cores",

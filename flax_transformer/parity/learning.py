@@ -191,6 +191,8 @@ class Learning:
                 found = [sample for sample in samples if sample is not None]
                 if len(found) == len(samples) and same_shapes(found):
                     scaled = [dataclasses.replace(sample, scale=scales[self._owners[name]]) for sample in found]
+                    if kind == "second" and found[0].truth is not None:
+                        scaled = [_root(sample) for sample in scaled]
                     yield row_of(f"{name} ({kind} moment)", self._owners[name], judge_learned(scaled))
 
     def _counted(self, name: str, number: int) -> np.ndarray:
@@ -229,6 +231,30 @@ class Learning:
     def _backwards(self, rows: list[Row]) -> list[Row]:
         order = execution_order(self.reference)
         return sorted(rows, key=lambda row: -order.get(row.path, -1))
+
+
+def _root(sample: Sample) -> Sample:
+    """A second moment as the size of a gradient, whose errors are those that the rules for float32 are derived for.
+
+    The relative error of a square is twice as large, and pooled over seeds the largest square would decide alone: of 16
+    seeds of one norm's bias a single one made 70 % of the error.
+    """
+
+    def root(array: np.ndarray) -> np.ndarray:
+        with np.errstate(invalid="ignore"):  # of a negative one NaN, which no truth is
+            return np.sqrt(array)
+
+    truth = None if sample.truth is None else root(sample.truth)
+    scale = None if sample.scale is None else float(np.sqrt(sample.scale))
+    others = tuple(root(other) for other in sample.others)
+    return dataclasses.replace(
+        sample,
+        reference=root(sample.reference),
+        candidate=root(sample.candidate),
+        truth=truth,
+        scale=scale,
+        others=others,
+    )
 
 
 def _scales(arrays: Arrays, owners: Mapping[str, str]) -> dict[str, float]:

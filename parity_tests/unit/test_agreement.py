@@ -11,11 +11,8 @@ import jax
 import numpy as np
 import pytest
 
-import train
 from flax_transformer.commands import agreement
-from parity_tests.unit.small_runs import CACHE, PATTERN, write
-
-ROOT = Path(train.__file__).parent
+from parity_tests.unit.small_runs import CACHE, PATTERN, ROOT, write
 
 
 @pytest.fixture(scope="module")

@@ -220,6 +220,14 @@ def test_attention_dropout_acts_on_the_weights_at_its_own_rate(float64):
     np.testing.assert_allclose(actual, attention_by_hand(attention, inputs, True, keep), rtol=1e-11, atol=1e-12)
 
 
+def test_weights_that_are_dropped_are_drawn_for_all_queries_at_once(float64):
+    attention = randomised(MultiHeadAttention(double(attention_dropout=0.2), projections="separate", rngs=nnx.Rngs(0)))
+    x, source = jnp.asarray(np.random.default_rng(6).standard_normal((B, 256, D))), KeepEvenKeys()
+    mixed = attention(x, x, x, causal_mask(256), source, pattern="causal")
+    assert source.asked == [((B, N, 256, 256), 0.2)]
+    np.testing.assert_array_equal(mixed, attention(x, x, x, causal_mask(256), KeepEvenKeys()))
+
+
 def test_a_fully_masked_query_is_the_mean_of_the_values_or_nan_and_no_other_row_changes(float64):
     inputs, mask = random_inputs(), random_mask(B, 1, T, S)
     hidden = mask.copy()

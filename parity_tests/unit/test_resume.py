@@ -14,9 +14,17 @@ import pytest
 import train
 from flax_transformer import data
 from flax_transformer.commands import runs
-from parity_tests.unit.small_runs import PATTERN, TINY, assert_same_run, call, curve, lines_of, metrics_of, stop_after
-
-ROOT = Path(train.__file__).parent
+from parity_tests.unit.small_runs import (
+    PATTERN,
+    ROOT,
+    TINY,
+    assert_same_run,
+    call,
+    curve,
+    lines_of,
+    metrics_of,
+    stop_after,
+)
 
 
 def test_a_run_that_is_killed_at_any_moment_and_resumed_is_the_run_that_was_not(whole, text, tmp_path):

@@ -15,9 +15,8 @@ import pytest
 import train
 from flax_transformer.commands import runs
 from flax_transformer.parity.tolerances import DEVICES
-from parity_tests.unit.small_runs import CACHE, call, curve, lines_of, metrics_of, wait_for
+from parity_tests.unit.small_runs import CACHE, ROOT, call, curve, lines_of, metrics_of, wait_for
 
-ROOT = Path(train.__file__).parent
 TINY = [
     *("--d-model", "8", "--num-heads", "2", "--num-layers", "1", "--dropout", "0.3", "--context-length", "5"),
     *("--batch-size", "6", "--generate-tokens", "3", "--validate-every", "4", "--save-every", "3", "--log-every", "1"),

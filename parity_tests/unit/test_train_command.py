@@ -18,7 +18,7 @@ from flax_transformer import data, training
 from flax_transformer.checkpoint import Checkpoints
 from flax_transformer.commands import generate, progress, recipes, runs
 from flax_transformer.decoder_only import DecoderOnly
-from parity_tests.unit.small_runs import PATTERN, call, metrics_of, write
+from parity_tests.unit.small_runs import PATTERN, call, metrics_of, stop_after, write
 
 TINY = [
     *("--d-model", "8", "--num-heads", "2", "--num-layers", "1", "--dropout", "0.05"),
@@ -291,15 +291,8 @@ def test_an_empty_directory_is_taken_and_the_default_one_is_always_fresh(tmp_pat
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_a_run_after_the_step_it_met_and_saves_that(finished, tmp_path, monkeypatch, number, status):
-    sample_batch = data.sample_batch
-
-    def interrupted(*arguments, step, **options):
-        if step == 2:
-            signal.raise_signal(number)
-        return sample_batch(*arguments, step=step, **options)
-
-    monkeypatch.setattr(data, "sample_batch", interrupted)
     before = signal.getsignal(number)
+    stop_after(monkeypatch, 2, number)
     output = tmp_path / "run"
     result, out, err = call(train.main, *finished.arguments, "--output", output)
     assert result == status

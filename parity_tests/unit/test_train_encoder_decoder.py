@@ -19,9 +19,8 @@ from flax_transformer import data, training
 from flax_transformer.commands import generate, recipes, runs
 from flax_transformer.encoder_decoder import EncoderDecoder
 from parity_tests.unit.small_models import build, encoder_decoder_config
-from parity_tests.unit.small_runs import PATTERN, call, metrics_of, write
+from parity_tests.unit.small_runs import PATTERN, ROOT, call, metrics_of, write
 
-ROOT = Path(train.__file__).parent
 WORDS = {"red": "rot", "cat": "katze", "the": "die", "sees": "sieht", "house": "haus", "old": "alt", "and": "und"}
 TINY = [
     *("--d-model", "16", "--num-heads", "2", "--num-layers", "1", "--dropout", "0.1"),
