@@ -118,8 +118,7 @@ class LayerNorm(nnx.Module):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _normalise(denominator: Denominator, degrees_of_freedom: int, x: Array, scale: Array, bias: Array) -> Array:
-    deviation = x - x.mean(-1, keepdims=True)
-    variance = jnp.square(deviation).sum(-1, keepdims=True) / degrees_of_freedom
+    deviation, variance = _moments(x, degrees_of_freedom)
     return scale * deviation / denominator(variance) + bias
 
 
@@ -130,8 +129,7 @@ def _normalise_jvp(
     """The derivative that the chain rule gives, with fewer arrays of the size of x: 2/3 of the time, there and back."""
     x, scale, bias = primals
     by_x, by_scale, by_bias = tangents
-    deviation = x - x.mean(-1, keepdims=True)
-    variance = jnp.square(deviation).sum(-1, keepdims=True) / degrees_of_freedom
+    deviation, variance = _moments(x, degrees_of_freedom)
     divisor = denominator(variance)
     unit, change = deviation / divisor, by_x / divisor
     by_variance = 2 * (unit * change).sum(-1, keepdims=True) / degrees_of_freedom  # over divisor^2
@@ -139,6 +137,11 @@ def _normalise_jvp(
     # Not `unit * (divisor * by_divisor)`: where the variance overflows that is 0 times infinity.
     by_unit = change - change.mean(-1, keepdims=True) - deviation * by_divisor
     return scale * deviation / divisor + bias, scale * by_unit + by_scale * unit + by_bias
+
+
+def _moments(x: Array, degrees_of_freedom: int) -> tuple[Array, Array]:
+    deviation = x - x.mean(-1, keepdims=True)
+    return deviation, jnp.square(deviation).sum(-1, keepdims=True) / degrees_of_freedom
 
 
 class Identity(nnx.Module):

@@ -101,7 +101,7 @@ def _by_matrices(product: Callable[[str, Array, Array], Array], spec: str, left:
 
     A gradient by the weights sums over those axes. Over two of them XLA:CPU transposes its factors first, element by
     element, and computes anew in every element whatever it can of how the factor came about: of the gradient of a residual
-    stream, the sum of all layers above. It was a third of the time of a train step (GPT of width 256, 6 layers, float32).
+    stream, the sum of all layers above. It was 29 % of the time of a train step (GPT of width 256, 6 layers, float32).
     """
     if "..." not in spec:
         return product(spec, left, right)
